@@ -29,9 +29,8 @@ _GRACE = 5.0  # seconds after the last sample in which a feed is closed, once al
 def _fault(watched: list[Any], idle: float, timeout: float | None) -> SampleError | None:
     """Why no further sample can be expected although the feed is not closed, after `idle` seconds
     without one; else None."""
-    ended = [producer for producer in watched if _ended(producer)]
-    for producer in ended:
-        reason, cause = _failure(producer)
+    outcomes = [_outcome(producer) for producer in watched]
+    for _, reason, cause in outcomes:
         if reason:
             fault = SampleError(
                 f"{reason} before the feed was closed, so samples of the step are missing. "
@@ -39,9 +38,9 @@ def _fault(watched: list[Any], idle: float, timeout: float | None) -> SampleErro
             )
             fault.__cause__ = cause
             return fault
-    if ended and len(ended) == len(watched) and idle > _GRACE:
+    if outcomes and all(ended for ended, _, _ in outcomes) and idle > _GRACE:
         return SampleError(
-            f"all {len(ended)} producers of the feed have ended, but it was not closed. Call "
+            f"all {len(outcomes)} producers of the feed have ended, but it was not closed. Call "
             f"close() after the last sample and fail(error) on an error, or produce samples "
             f"inside `with feed:`."
         )
@@ -53,25 +52,20 @@ def _fault(watched: list[Any], idle: float, timeout: float | None) -> SampleErro
     return None
 
 
-def _ended(producer: Any) -> bool:
-    """Whether a producer was started and has ended."""
+def _outcome(producer: Any) -> tuple[bool, str, BaseException | None]:
+    """(whether a producer has ended, how it failed or "", its error)."""
     if hasattr(producer, "done"):
-        return bool(producer.done())
-    if hasattr(producer, "exitcode"):
-        return producer.exitcode is not None
-    return producer.ident is not None and not producer.is_alive()
-
-
-def _failure(producer: Any) -> tuple[str, BaseException | None]:
-    """(how an ended producer failed, its error); ("", None) if it did not."""
-    if hasattr(producer, "done"):
+        if not producer.done():
+            return False, "", None
         if producer.cancelled():
-            return "a future that fills the feed was cancelled", None
+            return True, "a future that fills the feed was cancelled", None
         error = producer.exception()
-        return (f"a future that fills the feed failed ({error!r})" if error else ""), error
-    status = getattr(producer, "exitcode", 0)
-    name = getattr(producer, "name", "")
-    return (f"the process {name!r} ended with exit code {status}" if status else ""), None
+        return True, f"a future that fills the feed failed ({error!r})" if error else "", error
+    if not hasattr(producer, "exitcode"):  # a thread; without an identity it was not started
+        return producer.ident is not None and not producer.is_alive(), "", None
+    status = producer.exitcode
+    reason = f"the process {producer.name!r} ended with exit code {status}" if status else ""
+    return status is not None, reason, None
 
 
 # The feed -----------------------------------------------------------------------------------------

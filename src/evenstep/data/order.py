@@ -395,7 +395,7 @@ class ReaderState:
     read: int = 0
     waiting: tuple[Waiting, ...] = ()
     policies: tuple[OverflowPolicy, ...] = ()
-    lost: Mapping[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
     step: int | None = None
     left: int | None = None
 
@@ -415,7 +415,7 @@ class ReaderState:
             "read": self.read,
             "waiting": list(self.waiting),
             "cuts": [list(policy) for policy in self.policies],
-            "lost": dict(self.lost),
+            "lost": self.lost,
         }
         if self.step is not None:
             data["step"] = self.step

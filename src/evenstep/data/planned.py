@@ -456,6 +456,8 @@ class PlannedStream(Stream):
     """
 
     source: MeasuredSource
+    samples: SampleLookup
+    """The samples by id, as steps read them."""
 
     def __init__(
         self,
@@ -497,7 +499,7 @@ class PlannedStream(Stream):
         self._steps: EpochSteps | PlanSteps = EpochSteps(
             measured, recipe, order, group_ids, per_column
         )
-        self._lookup = SampleLookup(measured, on_error, self.seed)
+        self.samples = SampleLookup(measured, on_error, self.seed)
         self._start = StreamPosition()
         self._checked = False
         self._sizes: dict[tuple[int, bool], EpochSize] = {}
@@ -547,16 +549,6 @@ class PlannedStream(Stream):
         )
         stream._steps = steps
         return stream
-
-    @property
-    def samples(self) -> SampleLookup:
-        """The samples by id, as steps read them."""
-        return self._lookup
-
-    @property
-    def ends_together(self) -> bool:
-        """True: all ranks have the same plan and take part in every step."""
-        return True
 
     # Steps -------------------------------------------------------------------------------------
 
@@ -626,44 +618,48 @@ class PlannedStream(Stream):
         """A step for each of these ranks. Totals are over all ranks."""
         at, after = bounds.before, self.cursor(bounds.after)
         plan, sample_ids, rest = self._plan(bounds)
-        recipe, over = plan.recipe, plan.recipe.longest_segment
+        recipe, over, whole = plan.recipe, plan.recipe.longest_segment, rest is None
         over_long = 0 if over is None else int((plan.lengths > over).sum())
         reason = {"drop": "dropped", "truncate": "truncated"}.get(recipe.overflow)
+        # Of each kind of work: [rank, micro-batch]
+        works = [each.reshape(plan.num_ranks, -1) for each in works_of(plan)] if whole else []
+        totals = self._totals(plan, sample_ids, works) if whole else {}
         text = f"{self.fingerprint} {at.step} {at.epoch} {at.position} {at.inside} {after.step}"
-        step = Step(
-            number=at.step,
-            epoch=at.epoch,
-            micro_batches=(),
-            samples=self._lookup.in_epoch(at.epoch),
-            cursor=after,
-            lost={reason: over_long} if reason and over_long else {},
-            budget=recipe.layout.budget,
-            ranks=plan.num_ranks if rest is None else len(rest),
-            fingerprint=hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
-        )
-        if rest is not None:
-            return [replace(step, micro_batches=tuple(rest[rank])) for rank in ranks]
-        works = [each.reshape(plan.num_ranks, -1) for each in works_of(plan)]
-        costs, totals = np.sum(works, axis=0), self._totals(plan, sample_ids, works)
-        step = replace(step, totals=totals, plan=plan, sample_ids=frozen(sample_ids))
-        return [self._of_rank(step, rank, costs[rank].tolist()) for rank in ranks]
-
-    def _of_rank(self, step: Step, rank: int, costs: list[float]) -> Step:
-        """A whole step with the micro-batches of a rank."""
-        assert step.plan is not None
-        assert step.sample_ids is not None
-        micros = tuple(micro.renumbered(step.sample_ids) for micro in step.plan[0, rank])
-        loss_tokens = {}
-        if self._loss_tokens is not None and "loss_tokens" in step.totals:
-            ids = sorted({i for micro in micros for i in micro.segments.sample.tolist()})
-            loss_tokens = dict(zip(ids, self._loss_tokens[ids].tolist(), strict=True))
-        return replace(step, micro_batches=micros, costs=tuple(costs), loss_tokens=loss_tokens)
+        fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        samples, costs = self.samples.in_epoch(at.epoch), np.sum(works, axis=0)
+        frozen_ids, steps = frozen(sample_ids) if whole else None, []
+        for rank in ranks:
+            if rest is None:
+                micros = tuple(micro.renumbered(sample_ids) for micro in plan[0, rank])
+            else:
+                micros = tuple(rest[rank])
+            loss_tokens = {}
+            if self._loss_tokens is not None and "loss_tokens" in totals:
+                ids = sorted({i for micro in micros for i in micro.segments.sample.tolist()})
+                loss_tokens = dict(zip(ids, self._loss_tokens[ids].tolist(), strict=True))
+            step = Step(
+                number=at.step,
+                epoch=at.epoch,
+                micro_batches=micros,
+                samples=samples,
+                cursor=after,
+                totals=totals,
+                lost={reason: over_long} if reason and over_long else {},
+                budget=recipe.layout.budget,
+                ranks=plan.num_ranks if rest is None else len(rest),
+                loss_tokens=loss_tokens,
+                plan=plan if whole else None,
+                sample_ids=frozen_ids,
+                costs=tuple(costs[rank].tolist()) if whole else (),
+                fingerprint=fingerprint,
+            )
+            steps.append(step)
+        return steps
 
     def _totals(
         self, plan: Plan, sample_ids: IntArray, works: list[FloatArray]
     ) -> dict[str, float]:
-        """Totals over all ranks; loss tokens only if they are known and no sample can be lost.
-        `works` has, of each kind of work, [rank, micro-batch]."""
+        """Totals over all ranks; loss tokens only if they are known and no sample can be lost."""
         run = plan.step_of >= 0
         ideal = sum(float(work.sum()) for work in works) / plan.num_ranks
         totals: dict[str, float] = {
@@ -706,7 +702,7 @@ class PlannedStream(Stream):
         `allow` has no effect; pooled streams need it.
         """
         cursor = Cursor.from_dict(state)
-        identity = self._identity(inside="inside" in cursor.position)
+        identity = dict(self._identity_inside if "inside" in cursor.position else self._identity)
         if "lengths" not in cursor.identity:  # written by version 0.1.0
             del identity["lengths"]
         cursor.check(identity)
@@ -733,7 +729,7 @@ class PlannedStream(Stream):
 
     def cursor(self, at: StreamPosition) -> Cursor:
         """The cursor of a position."""
-        identity = self._identity(inside=bool(at.inside))
+        identity = self._identity_inside if at.inside else self._identity
         return Cursor(identity=identity, step=at.step, position=at.to_dict())
 
     # Identity ----------------------------------------------------------------------------------
@@ -742,14 +738,14 @@ class PlannedStream(Stream):
     def fingerprint(self) -> str:
         """A digest of all that determines the steps: data, order, recipe, ranks. Not the rank, so
         it is the same on all ranks unless they would train on different plans."""
-        identity, per_sample = self._identity(inside=False), {}
+        identity, per_sample = dict[str, Any](self._identity), {}
         if self._loss_tokens is not None:
             per_sample["loss_tokens"] = column_digest(self._loss_tokens, ALL_DIGESTED)
         if isinstance(self._steps, EpochSteps):  # a plan has been made of its columns
             columns = self._steps.columns
             names = [name for name in self.recipe.columns if name in columns]
             digests = {name: column_digest(columns[name], ALL_DIGESTED) for name in names}
-            identity = {**identity, "columns": digests}
+            identity["columns"] = digests
         return digest_of(
             {
                 **identity,
@@ -759,20 +755,20 @@ class PlannedStream(Stream):
             }
         )
 
-    def _identity(self, inside: bool) -> dict[str, Any]:
-        """What a cursor belongs to. Ranks, layout and balance may change, because they do not
-        affect which samples a step holds; `inside` a step only the ranks may."""
-        if not inside or isinstance(self._steps, PlanSteps):
-            return dict(self._identity_between)
-        recipe = self.recipe.to_dict()
-        recipe["topology"] = {**recipe["topology"], "dp": None}
-        return {**self._identity_between, "recipe": digest_of(recipe)}
-
     @cached_property
-    def _identity_between(self) -> dict[str, str]:
-        """What a cursor between steps belongs to."""
+    def _identity(self) -> dict[str, str]:
+        """What a cursor belongs to. Ranks, layout and balance may change, because they do not
+        affect which samples a step holds."""
         data = self._identity_of_data("samples", measured=True)
         return {"stream": "planned", **data, **self._steps.identity}
+
+    @cached_property
+    def _identity_inside(self) -> dict[str, str]:
+        """What a cursor inside a step belongs to: there, only the ranks may change."""
+        recipe = self.recipe.to_dict()
+        recipe["topology"] = {**recipe["topology"], "dp": None}
+        from_plan = isinstance(self._steps, PlanSteps)
+        return self._identity if from_plan else {**self._identity, "recipe": digest_of(recipe)}
 
     # Length ------------------------------------------------------------------------------------
 
@@ -785,15 +781,12 @@ class PlannedStream(Stream):
         With `drop_last`, steps in which a rank has an empty micro-batch are not counted.
         `progress(done, total)` is called after each step with units of the epoch.
         """
-        key = self._first_alike(whole_number("epoch", epoch, least=0)), drop_last
+        epoch = whole_number("epoch", epoch, least=0)
+        key = epoch if self.shuffle else 0, drop_last  # without shuffling, all epochs are the same
         if key not in self._sizes:
             bounds = self._bounds(StreamPosition(key[0]), one_epoch=True)
             self._sizes[key] = self._count_steps(bounds, drop_last, progress)
         return self._sizes[key]
-
-    def _first_alike(self, epoch: int) -> int:
-        """The first epoch with the same steps. Without shuffling, all epochs are the same."""
-        return epoch if self.shuffle else 0
 
     def size_left(self, *, drop_last: bool = False, progress: Progress | None = None) -> EpochSize:
         """The same for the rest of the epoch, from the start that was set."""
@@ -848,7 +841,7 @@ class PlannedStream(Stream):
     def steps_per_epoch(self) -> Estimate:
         """Number of steps in an epoch; exact if steps are counted in samples, and after
         `epoch_size` has counted the epoch of the start."""
-        counted = self._sizes.get((self._first_alike(self._start.epoch), False))
+        counted = self._sizes.get((self._start.epoch if self.shuffle else 0, False))
         return self._steps.steps_per_epoch if counted is None else Estimate(counted.steps, True)
 
     @property

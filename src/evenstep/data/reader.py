@@ -452,7 +452,7 @@ class PoolReader:
         self._usable = state.read > 0 or len(state.waiting) > 0 or state.epochs[0].changes != ()
         self._tried = 0
         self._first_error: str | None = None
-        self._lost, self._reported = dict(state.lost), dict(state.lost)
+        self._lost, self._new = dict(state.lost), dict[str, int]()  # in all, and not yet reported
         self._left = state.left
         self._waiting = self._restored(state)
         self._tokens = sum(entry.length for entry in self._waiting)
@@ -466,16 +466,15 @@ class PoolReader:
             read=self._read,
             waiting=tuple([entry.key for entry in self._waiting]),
             policies=(self._batcher.policy,),
-            lost=self._lost,
+            lost=dict(self._lost),
             step=step,
             left=self._left,
         )
 
     def newly_lost(self) -> dict[str, int]:
         """Number of samples lost since the last call, or since the state, by reason."""
-        before, self._reported = self._reported, dict(self._lost)
-        new = {reason: count - before.get(reason, 0) for reason, count in self._reported.items()}
-        return {reason: count for reason, count in new.items() if count}
+        new, self._new = self._new, {}
+        return new
 
     @property
     def epoch(self) -> int:
@@ -690,7 +689,8 @@ class PoolReader:
         self._lose("skipped")
 
     def _lose(self, reason: str) -> None:
-        self._lost[reason] = self._lost.get(reason, 0) + 1
+        for counts in (self._lost, self._new):
+            counts[reason] = counts.get(reason, 0) + 1
 
 
 def _segment_of(key: Waiting, length: int, policies: Sequence[OverflowPolicy]) -> Segment:

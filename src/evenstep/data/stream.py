@@ -109,9 +109,10 @@ class Stream(ABC):
         """Number of steps in an epoch; may be an estimate."""
 
     @property
-    @abstractmethod
     def ends_together(self) -> bool:
-        """Whether all ranks of a finite stream end after the same step."""
+        """Whether all ranks of a finite stream end after the same step. All ranks of a planned
+        stream have the same plan and take part in every step."""
+        return True
 
     def __len__(self) -> int:
         """Steps of one pass: those of an epoch, which may be an estimate (see `steps_per_epoch`),
