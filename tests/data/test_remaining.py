@@ -31,6 +31,7 @@ def test_readers_take_every_block_one_element_each(readers: int, size: int, key:
     for reader in range(readers):
         others = tuple(0 if other == reader else None for other in range(readers))
         turns = Unread(others, key, size).size
+        assert turns is not None
         taken.append(shares_of(reader, readers, key, np.arange(turns)))
     assert sorted(np.concatenate(taken).tolist()) == list(range(size))
     for mine in taken:

@@ -555,25 +555,25 @@ class PlannedStream(Stream):
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
         """The steps of one of several workers, which take turns. Its first step is number `turn`
         from the start (default: `worker`). Steps of other workers are not planned."""
+        self._check_source()
         turn = worker if turn is None else turn
-        for (step,) in self._walk([self.world.rank], turn, workers):
-            yield step
+        for bounds in self._bounds(self._start):
+            if (bounds.before.step - self._start.step) % workers == turn:
+                yield self._steps_of_ranks(bounds, [self.world.rank])[0]
 
     def walk_all(self) -> Iterator[list[Step]]:
         """Every step for all ranks, for callers that deal micro-batches to ranks themselves. A
         step is planned once."""
-        return self._walk(range(self.world.size))
+        self._check_source()
+        for bounds in self._bounds(self._start):
+            yield self._steps_of_ranks(bounds, range(self.world.size))
 
-    def _walk(self, ranks: Iterable[int], turn: int = 0, workers: int = 1) -> Iterator[list[Step]]:
-        """Each step of a worker, for these ranks."""
+    def _check_source(self) -> None:
+        """Check all lengths before the first step, unless that would take a second or more."""
         refuse_empty(self.source)
-        # All lengths are checked before the first step, unless that would take a second or more.
         if not self._checked and len(self.source) <= _MOST_CHECKED:
             check_lengths(self.source, self.recipe)
         self._iterated = self._checked = True
-        for bounds in self._bounds(self._start):
-            if (bounds.before.step - self._start.step) % workers == turn:
-                yield self._steps_of_ranks(bounds, ranks)
 
     def _bounds(self, at: StreamPosition, one_epoch: bool = False) -> Iterator[StepBounds]:
         """Every step from a position on: of the rest of `one_epoch`, or of all that this stream
@@ -595,29 +595,27 @@ class PlannedStream(Stream):
             else:
                 at, any_step = StreamPosition(at.epoch + 1, 0, at.step), False
 
-    def _plan(self, bounds: StepBounds) -> tuple[Plan, IntArray, ByRank | None]:
-        """(the plan of a step, the ids of its samples in the source, what each rank still has to do
-        of a step that was begun before; None for a whole step).
+    def _rest(self, inside: Inside, plan: Plan, sample_ids: IntArray) -> ByRank | None:
+        """What each rank still has to do of a step that was begun before; None for a whole step.
 
         inside [(4, 2)], resumed on 4 ranks: their third micro-batch onwards. Resumed on 2 ranks:
         what is left of the four, dealt to two.
         """
-        plan, sample_ids = self._steps.plan_step(bounds)
-        inside = bounds.before.inside
         if not inside:
-            return plan, sample_ids, None
+            return None
         rest = [[micro.renumbered(sample_ids) for micro in micros] for micros in plan[0]]
         following = [*(ranks for ranks, _ in inside[1:]), self.world.size]
         for (_, done), ranks in zip(inside, following, strict=True):
             rest = [micros[done:] for micros in rest]
             if ranks != len(rest):
                 rest = self._steps.deal(rest, ranks, plan, sample_ids)
-        return plan, sample_ids, rest
+        return rest
 
     def _steps_of_ranks(self, bounds: StepBounds, ranks: Iterable[int]) -> list[Step]:
         """A step for each of these ranks. Totals are over all ranks."""
         at, after = bounds.before, self.cursor(bounds.after)
-        plan, sample_ids, rest = self._plan(bounds)
+        plan, sample_ids = self._steps.plan_step(bounds)
+        rest = self._rest(at.inside, plan, sample_ids)
         recipe, over, whole = plan.recipe, plan.recipe.longest_segment, rest is None
         over_long = 0 if over is None else int((plan.lengths > over).sum())
         reason = {"drop": "dropped", "truncate": "truncated"}.get(recipe.overflow)
@@ -820,7 +818,8 @@ class PlannedStream(Stream):
         for bounds in steps:
             count = None if drop_last else self._steps.known_count(bounds)
             if count is None:
-                plan, _, rest = self._plan(bounds)
+                plan, sample_ids = self._steps.plan_step(bounds)
+                rest = self._rest(bounds.before.inside, plan, sample_ids)
                 count = len(rest[0]) if rest else int(plan.cell_offsets[1])
                 if drop_last and not rest and (np.diff(plan.segment_offsets) == 0).any():
                     count = 0
