@@ -373,7 +373,7 @@ Waiting: TypeAlias = list[int]
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # one is made for every step; frozen is slower
 class ReaderState:
     """Position of one reader, and the contents of its pool.
 

@@ -546,8 +546,8 @@ class PoolReader:
             self._read += 1
             self._tried += 1
             self._any_sample = self._any_sample or len(entries) > 0
-            if entries or self._lost.get("skipped", 0) == skipped:
-                self._usable = True
+            if not self._usable:
+                self._usable = len(entries) > 0 or self._lost.get("skipped", 0) == skipped
             return entries
         return None
 
