@@ -39,7 +39,7 @@ from evenstep import (
 )
 from evenstep.core.ragged import IntArray
 from evenstep.data import InMemory, Lengths, Pool
-from evenstep.data.steps import StreamPosition
+from evenstep.data.planned import StreamPosition
 from evenstep.planning.planner import plan_step
 
 SAMPLES, STEP, RANKS, BUDGET = 100_000_000, 64, 8, 32_768

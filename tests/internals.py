@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from evenstep.data import feed as feed_module
     from evenstep.data import feed as producers_module
     from evenstep.data import files as lines
-    from evenstep.data import steps as epoch_steps_module
+    from evenstep.data import planned as planned_module
     from evenstep.data.corpus import default_workers, task_size
     from evenstep.data.dataset import as_measured
     from evenstep.data.files import (
@@ -88,13 +88,13 @@ if TYPE_CHECKING:
     )
     from evenstep.data.order import (
         EpochOrder,
-        ReaderShares,
         ReaderState,
         RemainingEpoch,
-        all_waiting,
-        merged,
-        redealt,
+        Unread,
+        share_anew,
+        shares_of,
     )
+    from evenstep.data.planned import StreamPosition
     from evenstep.data.pool import OverflowPolicy
     from evenstep.data.reader import common_steps
     from evenstep.data.source import (
@@ -105,7 +105,6 @@ if TYPE_CHECKING:
         read_samples,
         samples_digest,
     )
-    from evenstep.data.steps import StreamPosition
     from evenstep.data.stream import Stream
     from evenstep.data.token_file import CODES, HEADER_SIZE, Header
     from evenstep.demo import run

@@ -24,7 +24,7 @@ class RankThreads:
         return values
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """The results of all ranks. An error on one of them ends the others."""
+        """The results of all ranks. An error on one of them ends the others, and is raised."""
 
         def guarded(rank: int) -> Any:
             try:
@@ -34,4 +34,9 @@ class RankThreads:
                 raise
 
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(guarded, range(self.size)))
+            runs = [pool.submit(guarded, rank) for rank in range(self.size)]
+        errors = [error for run in runs if (error := run.exception()) is not None]
+        # Ranks that were ended by another have a broken barrier, which is not the cause.
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return [run.result() for run in runs]

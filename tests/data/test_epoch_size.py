@@ -16,7 +16,7 @@ from evenstep.errors import CursorError, EvenstepError, InputError
 from evenstep.testing import Case, cases
 from tests.data.test_from_plan import stream_of
 from tests.examples import examples
-from tests.internals import epoch_steps_module, plan_step
+from tests.internals import plan_step, planned_module
 
 RECIPE = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2), balance="lpt")
 
@@ -92,7 +92,7 @@ def test_steps_of_all_ranks_are_planned_once(monkeypatch: pytest.MonkeyPatch) ->
         planned.append(len(lengths))
         return plan_step(lengths, *arguments, **more)
 
-    monkeypatch.setattr(epoch_steps_module, "plan_step", counting)
+    monkeypatch.setattr(planned_module, "plan_step", counting)
     steps = list(stream([3] * 20, Steps(samples=10)).walk_all())
     assert [len(step) for step in steps] == [2, 2]
     assert planned == [10, 10]

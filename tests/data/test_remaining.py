@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.errors import CursorError
-from tests.internals import ReaderShares, ReaderState, RemainingEpoch, all_waiting, merged, redealt
+from tests.internals import ReaderState, RemainingEpoch, Unread, share_anew, shares_of
 
 FAR = 60  # more turns than are compared
 
@@ -27,9 +27,12 @@ def positions(remaining: RemainingEpoch, reader: int = 0, readers: int = 1) -> l
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 5))
 def test_readers_take_every_block_one_element_each(readers: int, size: int, key: int) -> None:
-    deal = ReaderShares(readers, key)
-    turns = deal.num_turns(size)
-    taken = [deal.elements(reader, np.arange(n)) for reader, n in enumerate(turns)]
+    taken = []
+    for reader in range(readers):
+        others = tuple(0 if other == reader else None for other in range(readers))
+        turns = Unread(others, key, size).size
+        assert turns is not None
+        taken.append(shares_of(reader, readers, key, np.arange(turns)))
     assert sorted(np.concatenate(taken).tolist()) == list(range(size))
     for mine in taken:
         assert (mine // readers).tolist() == list(range(len(mine)))
@@ -39,9 +42,8 @@ def test_readers_take_every_block_one_element_each(readers: int, size: int, key:
 def test_a_reader_visits_every_place_as_often_as_any_other(
     readers: int, key: int, data: st.DataObject
 ) -> None:
-    deal = ReaderShares(readers, key)
     reader = data.draw(st.integers(0, readers - 1))
-    places = deal.elements(reader, np.arange(3 * readers)) % readers
+    places = shares_of(reader, readers, key, np.arange(3 * readers)) % readers
     for begin in range(0, 3 * readers, readers):
         assert sorted(places[begin : begin + readers].tolist()) == list(range(readers))
 
@@ -50,7 +52,7 @@ def test_a_reader_visits_every_place_as_often_as_any_other(
 @pytest.mark.parametrize("period", [2, 3, 4, 5, 7, 13, 16, 64])
 def test_a_reader_sees_every_kind_of_periodic_data_equally_often(readers: int, period: int) -> None:
     turns, reader = 40_000, readers // 2
-    kinds = ReaderShares(readers, 0).elements(reader, np.arange(turns)) % period
+    kinds = shares_of(reader, readers, 0, np.arange(turns)) % period
     shares = np.bincount(kinds, minlength=period) / turns
     assert np.abs(shares * period - 1).max() < 0.15  # 0.1 is five standard deviations at most
 
@@ -64,10 +66,9 @@ def plainly(count: int, epoch: int, changes: Sequence[Change]) -> list[int]:
     """What remains, by lists."""
     left = list(range(count))
     for change in changes:
-        deal = ReaderShares(len(change), epoch)
         gone = set()
         for reader, read in enumerate(change):
-            mine = deal.elements(reader, np.arange(FAR))
+            mine = shares_of(reader, len(change), epoch, np.arange(FAR))
             gone |= set(mine[: FAR if read is None else read].tolist())
         left = [element for index, element in enumerate(left) if index not in gone]
     return left
@@ -96,7 +97,7 @@ def test_what_remains_is_what_no_reader_has_read(
 
 
 def test_a_cursor_of_readers_that_shared_by_length_is_refused() -> None:
-    whole = ReaderState.fresh(0, 2, 0, 9).to_dict()
+    whole = ReaderState(reader=0, readers=2, epochs=(RemainingEpoch(0, 9),)).to_dict()
     by_length = {**whole, "epochs": [[*left, 1] for left in whole["epochs"]]}
     with pytest.raises(CursorError, match="shared samples by length"):
         ReaderState.from_dict(by_length, 0, 2)
@@ -131,12 +132,12 @@ def test_changes_that_have_been_read_past_are_forgotten() -> None:
 def test_every_position_is_read_once_after_any_changes_of_reader_count(
     count: int, sizes: list[int], data: st.DataObject
 ) -> None:
-    states = [ReaderState.fresh(0, 1, 0, count)]
+    states = [ReaderState(reader=0, readers=1, epochs=(RemainingEpoch(0, count),))]
     seen: list[int] = []
     for readers in sizes:
-        dealt = [redealt(states, reader, readers, count) for reader in range(readers)]
+        shared = share_anew(states, readers, count, range(readers))
         states = []
-        for reader, state in enumerate(dealt):
+        for reader, state in enumerate(shared):
             (left,) = state.epochs
             pool = [sample for _, sample, _ in state.waiting] + positions(left, reader, readers)
             read = data.draw(st.integers(len(state.waiting), len(pool)))
@@ -145,24 +146,26 @@ def test_every_position_is_read_once_after_any_changes_of_reader_count(
             states.append(
                 ReaderState(
                     reader=reader, readers=readers, epochs=(left,), read=read - len(state.waiting),
-                    waiting=tuple((0, i, 0) for i in pool[read - held : read]),
+                    waiting=tuple([0, i, 0] for i in pool[read - held : read]),
                 )
             )  # fmt: skip
             now = states[-1]
             copy = ReaderState.from_dict(json.loads(json.dumps(now.to_dict())), reader, readers)
             assert copy == now
-    (left,) = merged(states, count)
-    waiting = [sample for _, sample, _ in all_waiting(states, in_order=False)]
+    (alone,) = share_anew(states, 1, count, [0])
+    (left,) = alone.epochs
+    waiting = [sample for _, sample, _ in alone.waiting]
     assert sorted(seen + waiting + positions(left)) == list(range(count))
 
 
 def test_readers_in_different_epochs_leave_a_remainder_of_each() -> None:
     ahead = ReaderState(reader=0, readers=2, epochs=(RemainingEpoch(1, 6),), read=1)
     behind = ReaderState(
-        reader=1, readers=2, epochs=(RemainingEpoch(0, 6),), read=1, waiting=((0, 1, 0),)
+        reader=1, readers=2, epochs=(RemainingEpoch(0, 6),), read=1, waiting=([0, 1, 0],)
     )
     mine = positions(RemainingEpoch(0, 6), 1, 2)
-    first, second = merged([behind, ahead], 6)
+    (alone,) = share_anew([behind, ahead], 1, 6, [0])
+    first, second = alone.epochs
     assert (first.epoch, positions(first)) == (0, mine[1:])
     gone = positions(RemainingEpoch(1, 6), 0, 2)[0]
     assert (second.epoch, positions(second)) == (1, [p for p in range(6) if p != gone])
@@ -175,7 +178,8 @@ def test_a_finished_epoch_is_not_read_again() -> None:
         ReaderState(reader=0, readers=2, epochs=behind),
         ReaderState(reader=1, readers=2, epochs=(RemainingEpoch(8, 4),)),
     ]
-    left = {remaining.epoch: positions(remaining) for remaining in merged(states, 4)}
+    (alone,) = share_anew(states, 1, 4, [0])
+    left = {remaining.epoch: positions(remaining) for remaining in alone.epochs}
     # Reader 0 has not read its half of epochs 6 and 7, and has nothing left of epoch 4.
     halves = {epoch: positions(RemainingEpoch(epoch, 4), 0, 2) for epoch in (6, 7)}
     mine = {3: positions(one, 0, 2), 5: positions(behind[1], 0, 2)}

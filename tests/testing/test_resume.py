@@ -236,9 +236,8 @@ def test_a_pool_that_is_missing_in_the_cursor_is_detected() -> None:
         def load_state_dict(self, state: Any, allow: Collection[str] = ()) -> None:
             super().load_state_dict(state, allow)
             assert self._loaded is not None
-            readers = {n: {**r, "waiting": []} for n, r in self._loaded.position["readers"].items()}
-            position = {**self._loaded.position, "readers": readers}
-            self._loaded = self._now = replace(self._loaded, position=position)
+            readers = {n: {**r, "waiting": []} for n, r in self._loaded["readers"].items()}
+            self._loaded = {**self._loaded, "readers": readers}
 
     recipe = Recipe(layout=PACKED)
     with pytest.raises(ResumeError, match="after item 0, item 1 differs from"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -26,75 +26,46 @@ from evenstep.planning.units import refusal
 _GRACE = 5.0  # seconds after the last sample in which a feed is closed, once all have ended
 
 
-@dataclass(slots=True)
-class Producers:
-    """What a feed knows about those that fill it, to detect that no sample will follow."""
-
-    timeout: float | None = None
-    watched: list[Any] = field(default_factory=list)
-    active: float = field(default_factory=time.monotonic)
-    """When a sample was put, or waiting for one began."""
-
-    def __post_init__(self) -> None:
-        if self.timeout is not None and not self.timeout > 0:
-            raise ConfigError(f"timeout must be above 0 seconds, got {self.timeout!r}.")
-
-    def watch(self, producers: Iterable[Any]) -> None:
-        """Also watch these."""
-        for producer in producers:
-            if not hasattr(producer, "is_alive") and not hasattr(producer, "exception"):
-                raise ConfigError(
-                    f"expected a thread, a process or a future to watch, got "
-                    f"{type(producer).__name__}."
-                )
-            self.watched.append(producer)
-
-    def fault(self) -> SampleError | None:
-        """Why no further sample can be expected although the feed is not closed; else None."""
-        ended = [producer for producer in self.watched if _ended(producer)]
-        for producer in ended:
-            reason, cause = _failure(producer)
-            if reason:
-                fault = SampleError(
-                    f"{reason} before the feed was closed, so samples of the step are missing. "
-                    f"Start it again, and put its samples into the feed of a new step."
-                )
-                fault.__cause__ = cause
-                return fault
-        idle = time.monotonic() - self.active
-        if ended and len(ended) == len(self.watched) and idle > _GRACE:
-            return SampleError(
-                f"all {len(ended)} producers of the feed have ended, but it was not closed. Call "
-                f"close() after the last sample and fail(error) on an error, or produce samples "
-                f"inside `with feed:`."
+def _fault(watched: list[Any], idle: float, timeout: float | None) -> SampleError | None:
+    """Why no further sample can be expected although the feed is not closed, after `idle` seconds
+    without one; else None."""
+    outcomes = [_outcome(producer) for producer in watched]
+    for _, reason, cause in outcomes:
+        if reason:
+            fault = SampleError(
+                f"{reason} before the feed was closed, so samples of the step are missing. "
+                f"Start it again, and put its samples into the feed of a new step."
             )
-        if self.timeout is not None and idle > self.timeout:
-            return SampleError(
-                f"the feed got no sample for {self.timeout:g} seconds and was not closed. Check "
-                f"its producers, or raise timeout."
-            )
-        return None
+            fault.__cause__ = cause
+            return fault
+    if outcomes and all(ended for ended, _, _ in outcomes) and idle > _GRACE:
+        return SampleError(
+            f"all {len(outcomes)} producers of the feed have ended, but it was not closed. Call "
+            f"close() after the last sample and fail(error) on an error, or produce samples "
+            f"inside `with feed:`."
+        )
+    if timeout is not None and idle > timeout:
+        return SampleError(
+            f"the feed got no sample for {timeout:g} seconds and was not closed. Check its "
+            f"producers, or raise timeout."
+        )
+    return None
 
 
-def _ended(producer: Any) -> bool:
-    """Whether a producer was started and has ended."""
+def _outcome(producer: Any) -> tuple[bool, str, BaseException | None]:
+    """(whether a producer has ended, how it failed or "", its error)."""
     if hasattr(producer, "done"):
-        return bool(producer.done())
-    if hasattr(producer, "exitcode"):
-        return producer.exitcode is not None
-    return producer.ident is not None and not producer.is_alive()
-
-
-def _failure(producer: Any) -> tuple[str, BaseException | None]:
-    """(how an ended producer failed, its error); ("", None) if it did not."""
-    if hasattr(producer, "done"):
+        if not producer.done():
+            return False, "", None
         if producer.cancelled():
-            return "a future that fills the feed was cancelled", None
+            return True, "a future that fills the feed was cancelled", None
         error = producer.exception()
-        return (f"a future that fills the feed failed ({error!r})" if error else ""), error
-    status = getattr(producer, "exitcode", 0)
-    name = getattr(producer, "name", "")
-    return (f"the process {name!r} ended with exit code {status}" if status else ""), None
+        return True, f"a future that fills the feed failed ({error!r})" if error else "", error
+    if not hasattr(producer, "exitcode"):  # a thread; without an identity it was not started
+        return producer.ident is not None and not producer.is_alive(), "", None
+    status = producer.exitcode
+    reason = f"the process {producer.name!r} ended with exit code {status}" if status else ""
+    return status is not None, reason, None
 
 
 # The feed -----------------------------------------------------------------------------------------
@@ -157,15 +128,23 @@ class Feed:
             raise ConfigError(
                 "pool.warmup_steps has no effect in a feed, which is one step. Leave it out."
             )
-        # Without a pool from the caller, as many samples as fit also fill a micro-batch.
-        self._samples = _most_samples(recipe) if pool is None else MOST
-        pool = _just_enough(recipe) if pool is None else pool
+        if timeout is not None and not timeout > 0:
+            raise ConfigError(f"timeout must be above 0 seconds, got {timeout!r}.")
+        self._samples = MOST
+        if pool is None:  # then as many samples as fit also fill a micro-batch
+            layout = recipe.layout
+            _, most = layout.pack_bounds(recipe, np.array([recipe.topology.alignment]))
+            self._samples = int(most[0]) * layout.packs_per_micro_batch
+            just_enough = 1 if layout.budget is not None else layout.samples or 1
+            pool = Pool(samples=just_enough, tokens=layout.budget or 0)
         self._batcher, self._length_of = PoolBatcher(recipe, pool), length_of
         topology = recipe.topology
         self._shared = topology.cp * topology.tp * topology.pp > 1
         self._formed: deque[FedMicroBatch] = deque()  # if shared, micro-batches not yet taken
         self._waiting: list[Entry] = []
-        self._producers = Producers(timeout)
+        self._watched: list[Any] = []
+        self._timeout = timeout
+        self._active = time.monotonic()  # when a sample was put, or waiting for one began
         self._born: dict[int, float] = {}
         self._count = 0
         self._closed = self._abandoned = False
@@ -177,21 +156,18 @@ class Feed:
         length = self._length_of(sample)
         segments = self._batcher.policy.segments(length) if length > 0 else None
         with self._changed:
+            ended = ""
             if self._closed:
-                raise InputError(
-                    "the feed is closed and takes no more samples. Put the sample into the feed of "
-                    "the next step."
+                ended = "the feed is closed and takes no more samples"
+            elif self._abandoned:
+                ended = "the step of this feed has failed, so the feed takes no more samples"
+            elif self._failure is not None:
+                error = self._failure
+                ended = (
+                    f"producing samples for this feed has failed ({error!r}), so it takes no more"
                 )
-            if self._abandoned:
-                raise InputError(
-                    "the step of this feed has failed, so the feed takes no more samples. Put the "
-                    "sample into the feed of the next step."
-                )
-            if self._failure is not None:
-                raise InputError(
-                    f"producing samples for this feed has failed ({self._failure!r}), so it takes "
-                    f"no more. Put the sample into the feed of the next step."
-                )
+            if ended:
+                raise InputError(f"{ended}. Put the sample into the feed of the next step.")
             sample_id = self._count
             if segments is None:
                 if length < 1:
@@ -204,7 +180,7 @@ class Feed:
             columns = self._batcher.sample_columns
             for segment in segments:
                 self._waiting.append(entry_of(0, sample_id, sample, length, segment, columns))
-            self._producers.active = time.monotonic()
+            self._active = time.monotonic()
             while self._shared and self._full():
                 self._formed.append(self._taken())
             self._changed.notify_all()
@@ -231,8 +207,14 @@ class Feed:
         A process with an exit code other than 0 or a future with an error fails the step at once.
         Otherwise it fails when all of them have ended and the feed is not closed soon after.
         """
+        for producer in producers:
+            if not hasattr(producer, "is_alive") and not hasattr(producer, "exception"):
+                raise ConfigError(
+                    f"expected a thread, a process or a future to watch, got "
+                    f"{type(producer).__name__}."
+                )
         with self._changed:
-            self._producers.watch(producers)
+            self._watched += producers
 
     def fail(self, error: BaseException) -> None:
         """Report that producing samples failed. Iterating raises `error`."""
@@ -270,10 +252,11 @@ class Feed:
 
     def _wait(self) -> None:
         """Wait for a full micro-batch or the end. Called with the lock."""
-        self._producers.active = time.monotonic()
+        self._active = time.monotonic()
         # Wake up regularly: for producers that ended, and so that signals can interrupt.
         while not self._changed.wait_for(self._ready, timeout=_WAKE_UP):
-            self._failure = self._producers.fault()
+            idle = time.monotonic() - self._active
+            self._failure = _fault(self._watched, idle, self._timeout)
 
     def _taken(self) -> FedMicroBatch:
         micro, taken = self._batcher.take(self._waiting, 0)
@@ -292,18 +275,3 @@ class Feed:
             return True
         enough = self._batcher.enough
         return count >= pool.samples and sum(entry.length for entry in self._waiting) >= enough
-
-
-def _most_samples(recipe: Recipe) -> int:
-    """The most segments that a micro-batch can hold, however short."""
-    layout = recipe.layout
-    _, most = layout.pack_bounds(recipe, np.array([recipe.topology.alignment]))
-    return int(most[0]) * layout.packs_per_micro_batch
-
-
-def _just_enough(recipe: Recipe) -> Pool:
-    """A pool that yields a micro-batch as soon as it can be full."""
-    layout = recipe.layout
-    if layout.budget is None:
-        return Pool(samples=layout.samples or 1, tokens=0)
-    return Pool(samples=1, tokens=layout.budget)

@@ -1,8 +1,7 @@
 """Orders: position in an epoch -> sample, which positions each reader takes, and what remains.
 
 EpochOrder      the global order of an epoch, in constant memory
-ReaderShares    which elements of a list each of several readers takes
-Unread          what they have left of it
+Unread          what readers that share a list have left of it
 RemainingEpoch  what remains of an epoch after any number of changes of readers
 ReaderState     the position of one reader of a pool, and what is in the pool
 """
@@ -10,22 +9,19 @@ ReaderState     the position of one reader of a pool, and what is in the pool
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from math import gcd
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.ragged import (
-    IntArray,
-    divided_up,
-    item_and_part,
-    sample_name,
-)
-from evenstep.data.pool import OverflowPolicy, Segment
+from evenstep.core.ragged import IntArray, divided_up, item_and_part
+from evenstep.data.pool import OverflowPolicy
 from evenstep.errors import CursorError, InputError
 from evenstep.planning.kernels import kernel
 
@@ -68,14 +64,17 @@ class EpochOrder:
             )
         if not self.shuffle or self.count < 2:
             return positions.astype(np.int64)
+        text = f"evenstep order {self.seed} {self.epoch}".encode()
+        digest = hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest()
+        keys = np.frombuffer(digest, "<u8").astype(np.uint64)  # the same for any byte order
         with np.errstate(over="ignore"):  # products wrap around, also without the compiler
             if self.count <= _LISTED:
                 order = np.arange(self.count)
-                shuffle(order, self._keys()[0])
+                shuffle(order, keys[0])
                 return order[positions]
             half = divided_up((self.count - 1).bit_length(), 2)  # 4**half >= count
             samples = np.empty(len(positions), np.int64)
-            permute(positions.astype(np.uint64), np.uint64(self.count), half, self._keys(), samples)
+            permute(positions.astype(np.uint64), np.uint64(self.count), half, keys, samples)
             return samples
 
     @property
@@ -89,12 +88,6 @@ class EpochOrder:
             return "as stored"
         # Version 0.1.0 shuffled a few items in another way.
         return f"shuffled by seed {self.seed}{' as a list' if 1 < self.count <= _LISTED else ''}"
-
-    def _keys(self) -> NDArray[np.uint64]:
-        """Round keys of this seed and epoch."""
-        text = f"evenstep order {self.seed} {self.epoch}".encode()
-        digest = hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest()
-        return np.frombuffer(digest, "<u8").astype(np.uint64)  # the same for any byte order
 
 
 @kernel
@@ -158,88 +151,70 @@ _HALF = np.uint64(32)
 _RATIO = 0.618033988749895  # steps of about this part of a block spread places evenly
 
 
-@dataclass(frozen=True)
-class ReaderShares:
-    """How `readers` readers share a list. `key` selects one of many such ways.
+def shares_of(reader: int, readers: int, key: int, turns: IntArray) -> IntArray:
+    """The indices of the elements that one of `readers` takes in these turns. `key` selects one of
+    many ways to share a list.
 
-    >>> shares = ReaderShares(3, key=7)
-    >>> sorted(int(shares.elements(reader, np.array([4]))[0]) for reader in range(3))
+    >>> sorted(int(shares_of(reader, 3, 7, np.array([4]))[0]) for reader in range(3))
     [12, 13, 14]
     """
+    return turns * readers + (reader + _places(readers, key, turns)) % readers
 
-    readers: int
-    key: int
 
-    def elements(self, reader: int, turns: IntArray) -> IntArray:
-        """The indices of the elements that a reader takes in these turns."""
-        if self.readers == 1:
-            return turns
-        return turns * self.readers + (reader + self.shifts(turns)) % self.readers
-
-    def shifts(self, turns: IntArray) -> IntArray:
-        """The place of reader 0 in each of these turns."""
-        block, turn = np.divmod(turns, self.readers)
-        mixed = (block.astype(np.uint64) + _start_of(self.readers, self.key)) * _GOLDEN
-        mixed = (mixed ^ (mixed >> _HALF)) * _FIRST
-        begin = ((mixed ^ (mixed >> _HALF)) % np.uint64(self.readers)).astype(np.int64)
-        shifts: IntArray = (begin + _step_of(self.readers) * turn) % self.readers
-        return shifts
-
-    def nth(self, readers: IntArray, turns: IntArray, which: IntArray) -> IntArray:
-        """In each of these turns, element number `which` of those that these `readers` take,
-        which ascend.
-        """
-        shifts = self.shifts(turns)
-        first = np.searchsorted(readers, self.readers - shifts)  # the first that wraps around
-        reader = readers[(first + which) % len(readers)]
-        elements: IntArray = turns * self.readers + (reader + shifts) % self.readers
-        return elements
-
-    def num_turns(self, size: int) -> IntArray:
-        """The number of elements that each reader takes of a list of this size."""
-        whole, rest = divmod(size, self.readers)
-        shift = self.shifts(np.array([whole]))
-        return whole + ((np.arange(self.readers) + shift) % self.readers < rest).astype(np.int64)
+def _places(readers: int, key: int, turns: IntArray) -> IntArray:
+    """The place of reader 0 in each of these turns."""
+    start, step = _start_and_step(readers, key)
+    block, turn = np.divmod(turns, readers)
+    mixed = (block.astype(np.uint64) + start) * _GOLDEN
+    mixed = (mixed ^ (mixed >> _HALF)) * _FIRST
+    begin = ((mixed ^ (mixed >> _HALF)) % np.uint64(readers)).astype(np.int64)
+    places: IntArray = (begin + step * turn) % readers
+    return places
 
 
 @lru_cache(maxsize=1024)
-def _start_of(readers: int, key: int) -> np.uint64:
+def _start_and_step(readers: int, key: int) -> tuple[np.uint64, int]:
     text = f"evenstep deal {readers} {key}".encode()
-    return np.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
-
-
-@lru_cache(maxsize=1024)
-def _step_of(readers: int) -> int:
+    start = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     near = round(readers * _RATIO)
     steps = sorted(range(1, readers + 1), key=lambda step: abs(step - near))
-    return next(step for step in steps if gcd(step, readers) == 1)
+    return np.uint64(start), next(step for step in steps if gcd(step, readers) == 1)
 
 
-# What readers have left ---------------------------------------------------------------------------
-
-# As a list in the same order:
-#
-# 2 readers; reader 0 has read 3 elements, reader 1 has 1
-#
-# element             0 1   2 3   4 5   6 7   8 9 ...
-# reader              0 1   1 0   0 1   0 1   1 0 ...
-# unread                    2       5   6 7   8 9 ...
+Read: TypeAlias = tuple[int | None, ...]
+"""The number of elements that each reader has read; None if it has read all."""
 
 
 @dataclass(frozen=True)
 class Unread:
-    """The elements that remain after reader r has taken `read[r]` of its elements (None: all).
+    """What remains of a list of `before` elements (None: unknown) that readers share by `key`, as a
+    list in the same order. Reader r has taken `read[r]` of its elements (None: all).
 
-    `size` is the size of the list that was dealt; None if it is unknown.
+        2 readers; reader 0 has read 3 elements, reader 1 has 1
 
-    >>> alone = Unread(ReaderShares(1, key=0), (3,), 8)
+        element             0 1   2 3   4 5   6 7   8 9 ...
+        reader              0 1   1 0   0 1   0 1   1 0 ...
+        unread                    2       5   6 7   8 9 ...
+
+    >>> alone = Unread((3,), key=0, before=8)
     >>> alone.elements(np.arange(alone.size)).tolist()
     [3, 4, 5, 6, 7]
     """
 
-    shares: ReaderShares
-    read: Sequence[int | None]
-    size_before: int | None
+    read: Read
+    key: int
+    before: int | None
+
+    @cached_property
+    def _turns(self) -> list[int] | None:
+        """The number of elements that each reader takes in all; None if it is unknown."""
+        if self.before is None:
+            return None
+        readers = len(self.read)
+        whole, rest = divmod(self.before, readers)
+        places = np.arange(readers) + _places(readers, self.key, np.array([whole]))
+        turns: list[int] = (whole + (places % readers < rest)).tolist()
+        return turns
 
     @cached_property
     def _reading(self) -> list[tuple[int, int]]:
@@ -248,13 +223,6 @@ class Unread:
             (read, reader)
             for reader, read in enumerate(self.read)
             if read is not None and (self._turns is None or read < self._turns[reader])
-        )
-
-    @cached_property
-    def _turns(self) -> list[int] | None:
-        """The number of elements that each reader takes in all; None if it is unknown."""
-        return (
-            None if self.size_before is None else self.shares.num_turns(self.size_before).tolist()
         )
 
     @cached_property
@@ -275,33 +243,34 @@ class Unread:
     @property
     def tail(self) -> tuple[int, int] | None:
         """(index, element) from which on everything is unread; None if a reader has ended."""
-        if len(self._reading) < self.shares.readers:
+        if len(self._reading) < len(self.read):
             return None
-        return int(self._begins[-1]), self._reading[-1][0] * self.shares.readers
+        return int(self._begins[-1]), self._reading[-1][0] * len(self.read)
 
     def elements(self, indices: IntArray) -> IntArray:
-        """The elements at these indices, in terms of the list that was dealt. Indices grow."""
+        """The elements at these indices, in terms of the list that was shared. Indices grow."""
         if self.tail is not None and len(indices) and indices[0] >= self.tail[0]:
             return indices + (self.tail[1] - self.tail[0])
-        elements = np.empty(len(indices), np.int64)
+        elements, all_readers = np.empty(len(indices), np.int64), len(self.read)
         groups = np.searchsorted(self._begins, indices, side="right")
         for left in np.unique(groups).tolist():
+            # Turns that `left` readers have left: each has as many elements, in order of places.
             here = groups == left
-            elements[here] = self._within(left, indices[here] - self._begins[left - 1])
+            readers = np.sort([reader for _, reader in self._reading[:left]])
+            turns, which = np.divmod(indices[here] - self._begins[left - 1], left)
+            turns += self._reading[left - 1][0]
+            places = _places(all_readers, self.key, turns)
+            first = np.searchsorted(readers, all_readers - places)  # the first that wraps around
+            reader = readers[(first + which) % left]
+            elements[here] = turns * all_readers + (reader + places) % all_readers
         return elements
-
-    def _within(self, left: int, indices: IntArray) -> IntArray:
-        """Elements of the turns that `left` readers have left, in the order of their places."""
-        readers = np.sort([reader for _, reader in self._reading[:left]])
-        turns, which = np.divmod(indices, left)
-        return self.shares.nth(readers, turns + self._reading[left - 1][0], which)
 
 
 # What remains of an epoch -------------------------------------------------------------------------
 
-# Arithmetic, not a list. Readers share an epoch by `ReaderShares`. When their number changes, what
-# they have left (`Unread`) is shared by the new readers, in the order of the epoch. This can happen
-# again before it is read:
+# Arithmetic, not a list. Readers share an epoch. When their number changes, what they have left
+# (`Unread`) is shared by the new readers, in the order of the epoch. This can happen again before
+# it is read:
 #
 #     positions 0 1 2 ...  ──shared by 4──▶  what 4 have left  ──shared by 3──▶  what 3 have left
 #
@@ -309,11 +278,10 @@ class Unread:
 # how much every reader had read. Positions only grow, so a source that can only be read in order
 # is read forwards, and the first position past an unknown end is the end of the epoch.
 
-Read: TypeAlias = tuple[int | None, ...]
-"""The number of elements that each reader has read; None if it has read all."""
+_NOTHING: tuple[Read, ...] = ((None,),)  # is left
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RemainingEpoch:
     """The positions of an epoch of `count` items (None: unknown) that remain after `changes`.
 
@@ -326,18 +294,14 @@ class RemainingEpoch:
     epoch: int
     count: int | None
     changes: tuple[Read, ...] = ()
-    _lists: tuple[Unread, ...] = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_lists", ())
+    @cached_property
+    def _lists(self) -> list[Unread]:
+        lists, size = list[Unread](), self.count
         for read in self.changes:
-            unread = Unread(ReaderShares(len(read), self.epoch), read, self.size)
-            object.__setattr__(self, "_lists", (*self._lists, unread))
-
-    @classmethod
-    def nothing(cls, epoch: int, count: int | None) -> RemainingEpoch:
-        """An epoch of which everything has been read."""
-        return cls(epoch, count, ((None,),))
+            lists.append(Unread(read, self.epoch, size))
+            size = lists[-1].size
+        return lists
 
     @property
     def size(self) -> int | None:
@@ -348,9 +312,7 @@ class RemainingEpoch:
         """The positions that a reader takes from turn `first` on, at most so many."""
         if self.size is not None:
             most = max(0, min(most, divided_up(self.size, readers) - first))
-        elements = ReaderShares(readers, self.epoch).elements(
-            reader, np.arange(first, first + most)
-        )
+        elements = shares_of(reader, readers, self.epoch, np.arange(first, first + most))
         if self.size is not None:
             elements = elements[: np.searchsorted(elements, self.size)]
         for unread in reversed(self._lists):
@@ -359,14 +321,14 @@ class RemainingEpoch:
 
     def rest(self, read: Sequence[int | None]) -> RemainingEpoch:
         """What remains after reader r has read `read[r]` of its elements."""
-        unread = Unread(ReaderShares(len(read), self.epoch), tuple(read), self.size)
+        unread = Unread(tuple(read), self.epoch, self.size)
         if unread.size == 0:
-            return RemainingEpoch.nothing(self.epoch, self.count)
+            return replace(self, changes=_NOTHING)
         kept, first = list[Read](), 0
         for each in (unread, *reversed(self._lists)):
             begin, element = each.tail or (first + 1, 0)
             # In the tail nothing was read, so all that matters is where it begins.
-            kept.append(tuple(each.read) if first < begin else (element - begin,))
+            kept.append(each.read if first < begin else (element - begin,))
             first = int(each.elements(np.array([first]))[0])
         return replace(self, changes=_joined(kept[::-1]))
 
@@ -402,8 +364,8 @@ def _joined(changes: list[Read]) -> tuple[Read, ...]:
 
 # The position of a reader -------------------------------------------------------------------------
 
-Waiting: TypeAlias = tuple[int, ...]
-"""A segment in a pool.
+Waiting: TypeAlias = list[int]
+"""A segment in a pool. Cursors share these lists; do not change them.
 
     epoch, sample id, start                 as divided by the first of `ReaderState.policies`
     epoch, sample id, start, number         as divided by another of them
@@ -411,7 +373,7 @@ Waiting: TypeAlias = tuple[int, ...]
 """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # one is made for every step; frozen is slower
 class ReaderState:
     """Position of one reader, and the contents of its pool.
 
@@ -433,19 +395,9 @@ class ReaderState:
     read: int = 0
     waiting: tuple[Waiting, ...] = ()
     policies: tuple[OverflowPolicy, ...] = ()
-    lost: Mapping[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
     step: int | None = None
     left: int | None = None
-
-    @classmethod
-    def fresh(cls, reader: int, readers: int, epoch: int, count: int | None) -> ReaderState:
-        """The state at the beginning of an epoch of `count` items (None: unknown)."""
-        return cls(reader=reader, readers=readers, epochs=(RemainingEpoch(epoch, count),))
-
-    @property
-    def open_epochs(self) -> set[int]:
-        """The numbers of all epochs with segments in the pool or elements to read."""
-        return {remaining.epoch for remaining in self.epochs} | {key[0] for key in self.waiting}
 
     @property
     def goes_on(self) -> bool:
@@ -461,115 +413,82 @@ class ReaderState:
         data: dict[str, Any] = {
             "epochs": [remaining.to_list() for remaining in self.epochs],
             "read": self.read,
-            "waiting": [list(key) for key in self.waiting],
-            "cuts": [policy.to_list() for policy in self.policies],
-            "lost": dict(self.lost),
+            "waiting": list(self.waiting),
+            "cuts": [list(policy) for policy in self.policies],
+            "lost": self.lost,
         }
-        further = {"step": self.step, "left": self.left}
-        return data | {name: value for name, value in further.items() if value is not None}
+        if self.step is not None:
+            data["step"] = self.step
+        if self.left is not None:
+            data["left"] = self.left
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], reader: int, readers: int) -> ReaderState:
         """The inverse of `to_dict`."""
-        try:
-            return cls(
-                reader=reader,
-                readers=readers,
-                epochs=tuple(RemainingEpoch.from_list(remaining) for remaining in data["epochs"]),
-                read=int(data["read"]),
-                waiting=tuple(_waiting(key) for key in data["waiting"]),
-                policies=tuple(OverflowPolicy.from_list(policy) for policy in data["cuts"]),
-                lost={str(reason): int(count) for reason, count in data["lost"].items()},
-                step=None if data.get("step") is None else int(data["step"]),
-                left=None if data.get("left") is None else int(data["left"]),
-            )
-        except CursorError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CursorError(
-                f"the state of reader {reader} in the cursor is malformed ({error!r}). Use an "
-                f"earlier checkpoint."
-            ) from None
+        waiting = tuple([int(number) for number in key] for key in data["waiting"])
+        if not all(3 <= len(key) <= 5 for key in waiting):
+            raise ValueError("a segment has 3 to 5 numbers")
+        return cls(
+            reader=reader,
+            readers=readers,
+            epochs=tuple(RemainingEpoch.from_list(remaining) for remaining in data["epochs"]),
+            read=int(data["read"]),
+            waiting=waiting,
+            policies=tuple(OverflowPolicy(*policy) for policy in data["cuts"]),
+            lost={str(reason): int(count) for reason, count in data["lost"].items()},
+            step=data.get("step"),
+            left=data.get("left"),
+        )
 
 
-def redealt(
-    states: Sequence[ReaderState], reader: int, readers: int, count: int | None
-) -> ReaderState:
-    """The state of one of `readers` new readers that share what remains of `states`.
+def share_anew(
+    states: Sequence[ReaderState], readers: int, count: int | None, wanted: Iterable[int]
+) -> list[ReaderState]:
+    """The states of the `wanted` ones of `readers` new readers that share what `states` have left.
 
     Segments in the old pools are distributed over the new pools, so that a state holds no more
-    than its reader's share. `count` is the number of items in an epoch, None if unknown.
+    than its reader's share: the oldest of each old reader first, or in the order of the source if
+    going back is expensive, because the number of items in an epoch (`count`) is unknown.
     """
     policies = tuple(dict.fromkeys(policy for state in states for policy in state.policies))
-    waiting = all_waiting([_with_policies(s, policies) for s in states], in_order=count is None)
-    turns = np.arange(-(-len(waiting) // readers))
-    share = ReaderShares(readers, key=0).elements(reader, turns).tolist()
-    lost = {
-        reason: sum(state.lost.get(reason, 0) for state in states)
-        for reason in sorted({reason for state in states for reason in state.lost})
-    }
-    return ReaderState(
-        reader=reader,
-        readers=readers,
-        epochs=merged(states, count),
-        waiting=tuple(waiting[at] for at in share if at < len(waiting)),
-        policies=policies,
-        lost=lost if reader == 0 else {},
-    )
-
-
-def _waiting(key: Any) -> Waiting:
-    numbers = tuple(int(number) for number in key)
-    if not 3 <= len(numbers) <= 5:
-        raise ValueError(f"a segment of {len(numbers)} numbers")
-    return numbers
-
-
-def waiting_segment(key: Waiting, length: int, policies: Sequence[OverflowPolicy]) -> Segment:
-    """The tokens of a waiting segment, given the length of its sample."""
-    if len(key) == 5:
-        segment: Segment | None = Segment(*key[2:])
+    states = sorted(states, key=lambda state: state.reader)
+    pools = [
+        [_renumbered(key, state.policies, policies) for key in state.waiting] for state in states
+    ]
+    waiting = [key for keys in zip_longest(*pools) for key in keys if key is not None]
+    if count is None:
+        waiting.sort(key=lambda key: (key[0], item_and_part(key[1]), key[2]))
     else:
-        segment = policies[key[3] if len(key) == 4 else 0].by_start(length).get(key[2])
-    if segment is None or segment.end > length:
-        raise CursorError(
-            f"the cursor names tokens of sample {sample_name(key[1])} from token {key[2]} on, but "
-            f"it has {length} tokens now, so the data has changed. Restore the data, or start "
-            f"without the cursor."
+        waiting.sort(key=lambda key: key[0])
+    lost = sum((Counter(state.lost) for state in states), Counter[str]())
+    epochs, turns = _merged(states, count), np.arange(divided_up(len(waiting), readers))
+    return [
+        ReaderState(
+            reader=reader,
+            readers=readers,
+            epochs=epochs,
+            waiting=tuple(waiting[at] for at in share.tolist() if at < len(waiting)),
+            policies=policies,
+            lost=dict(sorted(lost.items())) if reader == 0 else {},
         )
-    return segment
+        for reader in wanted
+        for share in [shares_of(reader, readers, 0, turns)]
+    ]
 
 
-def _with_policies(state: ReaderState, policies: Sequence[OverflowPolicy]) -> ReaderState:
-    """The same state, with its policies numbered as in `policies`."""
-    numbers = [policies.index(policy) for policy in state.policies]
-    if numbers in ([], [0]):
-        return state
-
-    def renumbered(key: Waiting) -> Waiting:
-        if len(key) == 5:
-            return key
-        number = numbers[key[3] if len(key) == 4 else 0]
-        return (*key[:3], number) if number else key[:3]
-
-    waiting = tuple(map(renumbered, state.waiting))
-    return replace(state, waiting=waiting, policies=tuple(policies))
+def _renumbered(
+    key: Waiting, before: Sequence[OverflowPolicy], after: Sequence[OverflowPolicy]
+) -> Waiting:
+    """The same segment, with its policy numbered as in `after`."""
+    if len(key) == 5 or not before:
+        return key
+    number = after.index(before[key[3] if len(key) == 4 else 0])
+    return [*key[:3], number] if number else key[:3]
 
 
-def all_waiting(states: Sequence[ReaderState], in_order: bool) -> list[Waiting]:
-    """The segments in all pools by epoch: the oldest of each reader first, or `in_order` of the
-    source, if going back is expensive."""
-    states = sorted(states, key=lambda state: state.reader)
-    depth = max(len(state.waiting) for state in states)
-    keys = [key for at in range(depth) for s in states for key in s.waiting[at : at + 1]]
-    if in_order:
-        return sorted(keys, key=lambda key: (key[0], item_and_part(key[1]), key[2]))
-    return sorted(keys, key=lambda key: key[0])
-
-
-def merged(states: Sequence[ReaderState], count: int | None) -> tuple[RemainingEpoch, ...]:
+def _merged(states: Sequence[ReaderState], count: int | None) -> tuple[RemainingEpoch, ...]:
     """What remains to be read by all readers together, by epoch; at least the last epoch."""
-    states = sorted(states, key=lambda state: state.reader)
     current = [state.epochs[0].epoch for state in states]
     known = {remaining.epoch: remaining for state in states for remaining in state.epochs}
     epochs = []
@@ -578,8 +497,7 @@ def merged(states: Sequence[ReaderState], count: int | None) -> tuple[RemainingE
         if remaining is None:
             # A reader has nothing left between its epochs; epochs after its last are untouched.
             passed = any(s.epochs[0].epoch < epoch < s.epochs[-1].epoch for s in states)
-            whole = RemainingEpoch(epoch, count)
-            remaining = RemainingEpoch.nothing(epoch, count) if passed else whole
+            remaining = RemainingEpoch(epoch, count, _NOTHING if passed else ())
         read = [
             None if now > epoch else state.read if now == epoch else 0
             for state, now in zip(states, current, strict=True)

@@ -1,13 +1,20 @@
-"""PlannedStream: known lengths -> steps, planned alike on every rank without communication."""
+"""PlannedStream: known lengths -> steps, planned alike on every rank without communication.
+
+    StreamPosition --next_step--> StepBounds --plan_step--> the plan of a step -> Step
+
+`EpochSteps` makes steps of a recipe and a seeded order, `PlanSteps` takes them from a saved plan.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,25 +23,29 @@ from evenstep.core.measures import time_of_works, works_of
 from evenstep.core.plan import (
     MicroBatch,
     Plan,
+    on_fewer_ranks,
+    recipe_on_fewer_ranks,
+    samples_by_step,
+    step_plan,
 )
 from evenstep.core.ragged import (
     FloatArray,
+    IntArray,
+    Ragged,
+    Segments,
+    by_first_appearance,
+    divided_up,
     frozen,
+    offsets_of,
+    rounded_up,
 )
-from evenstep.core.recipe import Recipe, World, check_recipe
+from evenstep.core.recipe import Recipe, Steps, World, check_recipe
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
 from evenstep.data.dataset import MapStyle, as_measured
 from evenstep.data.files import refuse_empty
+from evenstep.data.order import EpochOrder
 from evenstep.data.source import ALL_DIGESTED, MeasuredSource, Progress, column_digest
-from evenstep.data.steps import (
-    EpochSteps,
-    PlannedStep,
-    PlanSteps,
-    StepBounds,
-    StreamPosition,
-    lengths_by_id,
-)
 from evenstep.data.stream import (
     Estimate,
     OnError,
@@ -42,12 +53,367 @@ from evenstep.data.stream import (
     Stream,
     check_lengths,
     digest_of,
+    estimated_tokens,
     world_for,
 )
-from evenstep.errors import CursorError, InputError
+from evenstep.errors import ConfigError, CursorError, InputError, PlanError
 from evenstep.planning.inputs import check_exact, check_names, flat_array, numbered
+from evenstep.planning.planner import make_plan, plan_step, step_size
 
 _MOST_CHECKED = 2**25  # samples whose lengths are all checked before the first step
+
+# Positions ----------------------------------------------------------------------------------------
+
+Inside: TypeAlias = tuple[tuple[int, int], ...]
+"""(ranks, micro-batches done by each rank) for every number of ranks that worked on a step."""
+ByRank: TypeAlias = list[list[MicroBatch]]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPosition:
+    """Before unit `position` of `epoch`, after `step` steps. Independent of ranks and workers.
+
+    `inside` is for callers that take single micro-batches and may stop within a step. It says what
+    was done of the next step.
+
+    >>> StreamPosition(epoch=1, position=24, step=9).to_dict()
+    {'epoch': 1, 'position': 24}
+    """
+
+    epoch: int = 0
+    position: int = 0
+    step: int = 0
+    inside: Inside = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without `step`, which the cursor holds."""
+        data: dict[str, Any] = {"epoch": self.epoch, "position": self.position}
+        return {**data, "inside": [list(pair) for pair in self.inside]} if self.inside else data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], step: int) -> StreamPosition:
+        """The inverse of `to_dict`."""
+        try:
+            inside = tuple((int(ranks), int(done)) for ranks, done in data.get("inside", ()))
+            return cls(int(data["epoch"]), int(data["position"]), step, inside)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CursorError(
+                f"the position {dict(data)!r} in the cursor is malformed ({error!r}). Use an "
+                f"earlier checkpoint."
+            ) from None
+
+    def within(self, ranks: int, done: int) -> StreamPosition:
+        """The same step, after each of `ranks` ranks has done `done` micro-batches of it."""
+        before = self.inside[:-1] if self.inside and self.inside[-1][0] == ranks else self.inside
+        return StreamPosition(self.epoch, self.position, self.step, (*before, (ranks, done)))
+
+
+class StepBounds(NamedTuple):
+    """Where a step begins and ends, and whether it is the last of its epoch."""
+
+    before: StreamPosition
+    after: StreamPosition
+    last: bool
+
+    @classmethod
+    def of(cls, at: StreamPosition, units: int, last: bool) -> StepBounds:
+        """The step of the next `units` units."""
+        return cls(at, StreamPosition(at.epoch, at.position + units, at.step + 1), last)
+
+
+# Steps of a recipe -------------------------------------------------------------------------------
+
+
+class EpochSteps:
+    """The steps that a recipe makes of a seeded order of all samples.
+
+    The order permutes units: samples or, with `groups`, groups of samples, numbered in order of
+    their first members. A step takes the next units. No more lengths are looked at than needed to
+    find where it ends.
+    """
+
+    def __init__(
+        self,
+        source: MeasuredSource,
+        recipe: Recipe,
+        order: EpochOrder,
+        groups: NDArray[np.integer] | None,
+        columns: Mapping[str, NDArray[Any]],
+    ) -> None:
+        self.source, self.recipe, self.order = source, recipe, order
+        self.groups, self.columns = groups, columns
+        self._members: Ragged | None = None  # the samples of each group
+        if groups is not None:
+            group, first = by_first_appearance(groups)
+            self._members = Ragged.group(group, len(first))
+            self.order = replace(order, count=len(first))
+        self._window = 64  # units to look at first; does not affect steps
+
+    def __len__(self) -> int:
+        """Units of an epoch."""
+        return self.order.count
+
+    def next_step(self, at: StreamPosition) -> StepBounds | None:
+        """The step that begins at a position; None at the end of the epoch."""
+        rest, samples = len(self) - at.position, self.recipe.steps.samples
+        if samples is not None and self.groups is None and self.recipe.overflow != "drop":
+            return StepBounds.of(at, min(samples, rest), samples >= rest) if rest else None
+        window = min(rest, samples or self._window)
+        while True:
+            sample_ids, ends = self._sample_ids(at, window)
+            size = step_size(
+                self.source.lengths_of(sample_ids),
+                self._recipe_at(at),
+                complete=window == rest,
+                **self._about(sample_ids),
+            )
+            if size == 0:
+                return None
+            if size is not None:
+                units = int(np.searchsorted(ends, size)) + 1
+                self._window = units + units // 4 + 64
+                if self.recipe.overflow == "drop" and self._all_dropped(at, units):
+                    units = rest  # the last step reports all that were dropped
+                return StepBounds.of(at, units, units == rest)
+            window = min(rest, 2 * window)
+
+    def _recipe_at(self, at: StreamPosition) -> Recipe:
+        """The recipe for the number of ranks that began the step at this position."""
+        return on_ranks(self.recipe, at.inside[0][0]) if at.inside else self.recipe
+
+    def _all_dropped(self, at: StreamPosition, units: int) -> bool:
+        """Whether everything after the next `units` units of the epoch is dropped."""
+        first, window, longest = at.position + units, 64, self.recipe.longest_segment
+        while first < len(self):
+            count = min(window, len(self) - first)
+            sample_ids, _ = self._sample_ids(replace(at, position=first), count)
+            if longest is None or (self.source.lengths_of(sample_ids) <= longest).any():
+                return False
+            first, window = first + count, 2 * window
+        return True
+
+    def _sample_ids(self, at: StreamPosition, units: int) -> tuple[IntArray, IntArray]:
+        """(sample ids of the next units, number of samples up to the end of each unit).
+
+        Groups 0: samples 0, 2 and 1: samples 1, 3; units [1, 0] -> [1, 3, 0, 2], [2, 4]
+        """
+        order = replace(self.order, epoch=at.epoch)
+        numbers = order.samples(at.position + np.arange(units))
+        if self._members is None:
+            return numbers, np.arange(1, units + 1)
+        begin = self._members.offsets[numbers]
+        sizes = self._members.offsets[numbers + 1] - begin
+        offsets = offsets_of(sizes)
+        inside = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+        return self._members.values[np.repeat(begin, sizes) + inside], offsets[1:]
+
+    def _about(self, sample_ids: IntArray) -> dict[str, Any]:
+        """What plans take of each sample besides its length."""
+        groups = self.groups
+        return {
+            "groups": None if groups is None else groups[sample_ids].astype(np.int64),
+            "columns": {name: column[sample_ids] for name, column in self.columns.items()},
+            "names": sample_ids,
+        }
+
+    def plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
+        """(the plan of a step for the ranks that began it, the ids of its samples)."""
+        at = bounds.before
+        sample_ids, _ = self._sample_ids(at, bounds.after.position - at.position)
+        lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
+        return plan_step(lengths, self._recipe_at(at), last=bounds.last, **about), sample_ids
+
+    def deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
+        """What is left of a step, planned for this number of ranks. Its segments are those of the
+        first plan."""
+        micros = [micro for each in rest for micro in each]
+        if all(micro.is_empty for micro in micros):
+            return [rest[0]] * ranks
+        segments = Segments(
+            *(
+                np.concatenate([getattr(micro.segments, column) for micro in micros])
+                for column in ("sample", "start", "length")
+            )
+        )
+        lengths = np.concatenate([micro.sample_lengths for micro in micros])
+        ends = np.concatenate([micro.sample_ends for micro in micros])
+        # In the order of the step: ids [7, 3, 5], segments of 5, 7, 5 -> samples 2, 0, 2
+        by_id = np.argsort(sample_ids, kind="stable")
+        index = by_id[np.searchsorted(sample_ids, segments.sample, sorter=by_id)]
+        order = np.lexsort((segments.start, index))
+        segments, lengths, ends = segments.take(order), lengths[order], ends[order]
+        # Ranks need not get equally many segments of a rest: that is not possible in general.
+        recipe = on_ranks(replace(plan.recipe, steps=Steps(), equal_sizes=False), ranks)
+        try:
+            again = plan_step(segments.length, recipe, last=True, **self._about(segments.sample))
+        except PlanError as error:
+            raise PlanError(
+                f"the rest of a step that {len(rest)} ranks have begun cannot be planned for "
+                f"{ranks} ({error}) Resume on {len(rest)} ranks, or from a cursor between two "
+                f"steps."
+            ) from None
+
+        def with_segments(micro: MicroBatch) -> MicroBatch:
+            """A micro-batch of indices into `segments` -> a micro-batch of those segments."""
+            at = micro.segments.sample
+            return replace(
+                micro, segments=segments.take(at), sample_lengths=lengths[at], truncated_to=ends[at]
+            )
+
+        return [[with_segments(micro) for micro in micros] for micros in again[0]]
+
+    def plan_epoch(self, epoch: int, progress: Progress | None = None) -> Plan:
+        """One plan of a whole epoch, whose samples are numbered in the epoch's order."""
+        sample_ids, _ = self._sample_ids(StreamPosition(epoch), len(self))
+        lengths = self.source.lengths_of(sample_ids)
+        plan = make_plan(lengths, self.recipe, progress=progress, **self._about(sample_ids))
+        stored = np.array_equal(sample_ids, np.arange(len(sample_ids)))
+        return plan if stored else replace(plan, sample_ids=sample_ids)
+
+    def known_count(self, bounds: StepBounds) -> int | None:
+        """Micro-batches per rank of a step, if that is known without planning it: not of the last
+        step of an epoch, nor of one begun before."""
+        if bounds.last or bounds.before.inside:
+            return None
+        return self.recipe.steps.micro_batches
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Order and groups."""
+        identity = {"order": self.order.description}
+        if self.groups is not None:
+            identity["groups"] = column_digest(self.groups)
+        return identity
+
+    @property
+    def steps_per_epoch(self) -> Estimate:
+        """Number of steps in an epoch; exact if steps are counted in samples."""
+        steps, samples = self.recipe.steps, len(self.source)
+        if steps.samples is not None:
+            exact = self.groups is None and self.recipe.overflow != "drop"
+            return Estimate(divided_up(samples, steps.samples), exact)
+        tokens = estimated_tokens(self.source)
+        if steps.tokens is not None:
+            return Estimate(divided_up(int(tokens), steps.tokens), False)
+        if steps.micro_batches is None:
+            return Estimate(int(samples > 0), True)
+        # About how many samples of the average length a micro-batch holds.
+        layout, unit = self.recipe.layout, self.recipe.topology.alignment
+        aligned = rounded_up(math.ceil(tokens / max(samples, 1)), unit)
+        slots, most = layout.pack_bounds(self.recipe, np.array([aligned]))
+        each = min(float(most[0]), math.inf if slots is None else slots / max(aligned, 1))
+        per_micro_batch = max(1.0, each * layout.packs_per_micro_batch)
+        per_step = steps.micro_batches * self.recipe.topology.dp
+        return Estimate(math.ceil(samples / (per_micro_batch * per_step)), False)
+
+
+def on_ranks(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe for another number of data-parallel ranks."""
+    return replace(recipe, topology=replace(recipe.topology, dp=ranks))
+
+
+# Steps of a saved plan ---------------------------------------------------------------------------
+
+
+class PlanSteps:
+    """The steps of a plan, the same in every epoch. A unit is a step.
+
+    On fewer ranks than planned, a rank runs the micro-batches of several: each wave of 4 ranks is
+    2 waves of 2 ranks. Nothing is planned again, also after a stop within a step.
+    """
+
+    def __init__(self, source: MeasuredSource, plan: Plan, ranks: int) -> None:
+        if plan.num_ranks % ranks:
+            divisors = [str(n) for n in range(1, plan.num_ranks + 1) if plan.num_ranks % n == 0]
+            raise ConfigError(
+                f"the plan is for {plan.num_ranks} ranks, and {ranks} does not divide them. Use "
+                f"{' or '.join(divisors)} ranks, or plan again for {ranks}."
+            )
+        count, ids = len(plan.lengths), plan.sample_ids
+        if count != len(source):
+            raise InputError(
+                f"the plan has {count} samples but the source has {len(source)}. Pass the source "
+                f"that the plan was made of."
+            )
+        if ids is not None and not np.array_equal(np.sort(ids), np.arange(count)):
+            raise InputError(
+                f"the ids of the {count} samples of the plan are not 0 to {count - 1}, each once. "
+                f"Plan a whole epoch."
+            )
+        self.source, self.plan, self.ranks = source, plan, ranks
+        self.recipe = recipe_on_fewer_ranks(plan.recipe, ranks)
+
+    @cached_property
+    def _samples(self) -> Ragged:
+        return samples_by_step(self.plan)
+
+    def __len__(self) -> int:
+        return self.plan.num_steps
+
+    def next_step(self, at: StreamPosition) -> StepBounds | None:
+        """One step; None at the end of the plan."""
+        if at.position >= len(self):
+            return None
+        return StepBounds.of(at, 1, at.position + 1 == len(self))
+
+    def plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
+        """(the step as planned, on the ranks that began it, the ids of its samples)."""
+        at = bounds.before
+        samples = self._samples[at.position]
+        ids = samples if self.plan.sample_ids is None else self.plan.sample_ids[samples]
+        lengths, planned = self.source.lengths_of(ids), self.plan.lengths[samples]
+        if not np.array_equal(lengths, planned):
+            first = np.flatnonzero(lengths != planned)[0]
+            raise InputError(
+                f"sample {ids[first]} has {lengths[first]} tokens, but the plan expects "
+                f"{planned[first]}. Pass the source that the plan was made of, or plan again."
+            )
+        plan = step_plan(self.plan, at.position, samples)
+        return on_fewer_ranks(plan, at.inside[0][0] if at.inside else self.ranks), ids
+
+    def deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
+        """Wave by wave: 1, 2 and 3 left on one rank -> [[1, 3], [2, empty]] on two."""
+        waves, last = zip(*rest, strict=True), plan[0, 0][-1]
+        left = [micro for wave in waves for micro in wave if not micro.is_empty]
+        count = rounded_up(max(divided_up(len(left), ranks), 1), self.recipe.topology.multiple)
+        empty = last.without(last.segments.sample.tolist())
+        left += [empty] * (ranks * count - len(left))
+        return [left[rank::ranks] for rank in range(ranks)]
+
+    def plan_epoch(self, epoch: int, progress: Progress | None = None) -> Plan:
+        """The plan itself."""
+        return self.plan
+
+    def known_count(self, bounds: StepBounds) -> int | None:
+        """Micro-batches per rank as the plan says, except for a step begun before."""
+        if bounds.before.inside:
+            return None
+        cell = bounds.before.position * self.plan.num_ranks
+        planned = self.plan.cell_offsets[cell + 1] - self.plan.cell_offsets[cell]
+        return int(planned) * self.plan.num_ranks // self.ranks
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The plan, which determines everything."""
+        return {"plan": self.plan.fingerprint[:16]}
+
+    @property
+    def steps_per_epoch(self) -> Estimate:
+        """The steps of the plan."""
+        return Estimate(len(self), exact=True)
+
+
+def lengths_by_id(plan: Plan) -> IntArray:
+    """The planned length of every sample of the source."""
+    ids, count = plan.sample_ids, len(plan.lengths)
+    if ids is None or count == 0 or not 0 <= ids.min() <= ids.max() < count:
+        return plan.lengths
+    lengths = np.zeros(count, np.int64)
+    lengths[ids] = plan.lengths
+    return lengths
+
+
+# The stream ---------------------------------------------------------------------------------------
 
 
 class EpochSize(NamedTuple):
@@ -90,6 +456,8 @@ class PlannedStream(Stream):
     """
 
     source: MeasuredSource
+    samples: SampleLookup
+    """The samples by id, as steps read them."""
 
     def __init__(
         self,
@@ -123,18 +491,15 @@ class PlannedStream(Stream):
         )
         count = len(measured)
         self._loss_tokens, group_ids = (
-            None if values is None else whole_per_sample(name, values, count)
+            None if values is None else per_sample(name, values, count, whole=True)
             for name, values in (("loss_tokens", loss_tokens), ("groups", groups))
         )
+        order = EpochOrder(count=count, seed=self.seed, epoch=0, shuffle=self.shuffle)
+        per_column = {name: per_sample(name, v, count) for name, v in (columns or {}).items()}
         self._steps: EpochSteps | PlanSteps = EpochSteps(
-            measured,
-            recipe,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            groups=group_ids,
-            columns={name: per_sample(name, v, count) for name, v in (columns or {}).items()},
+            measured, recipe, order, group_ids, per_column
         )
-        self._lookup = SampleLookup(measured, on_error, self.seed)
+        self.samples = SampleLookup(measured, on_error, self.seed)
         self._start = StreamPosition()
         self._checked = False
         self._sizes: dict[tuple[int, bool], EpochSize] = {}
@@ -185,16 +550,6 @@ class PlannedStream(Stream):
         stream._steps = steps
         return stream
 
-    @property
-    def samples(self) -> SampleLookup:
-        """The samples by id, as steps read them."""
-        return self._lookup
-
-    @property
-    def ends_together(self) -> bool:
-        """True: all ranks have the same plan and take part in every step."""
-        return True
-
     # Steps -------------------------------------------------------------------------------------
 
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
@@ -204,14 +559,14 @@ class PlannedStream(Stream):
         turn = worker if turn is None else turn
         for bounds in self._bounds(self._start):
             if (bounds.before.step - self._start.step) % workers == turn:
-                yield from self._steps_of_ranks(bounds, (self.world.rank,))
+                yield self._steps_of_ranks(bounds, [self.world.rank])[0]
 
     def walk_all(self) -> Iterator[list[Step]]:
         """Every step for all ranks, for callers that deal micro-batches to ranks themselves. A
         step is planned once."""
         self._check_source()
         for bounds in self._bounds(self._start):
-            yield list(self._steps_of_ranks(bounds, range(self.world.size)))
+            yield self._steps_of_ranks(bounds, range(self.world.size))
 
     def _check_source(self) -> None:
         """Check all lengths before the first step, unless that would take a second or more."""
@@ -220,76 +575,89 @@ class PlannedStream(Stream):
             check_lengths(self.source, self.recipe)
         self._iterated = self._checked = True
 
-    def _bounds(self, at: StreamPosition) -> Iterator[StepBounds]:
-        """Every step from a position on, up to `max_num_steps`; of one epoch unless endless."""
-        while True:
-            any_step = at.position > 0  # in the current epoch
-            for bounds in self._bounds_in_epoch(at, self.max_num_steps):
+    def _bounds(self, at: StreamPosition, one_epoch: bool = False) -> Iterator[StepBounds]:
+        """Every step from a position on: of the rest of `one_epoch`, or of all that this stream
+        has, up to `max_num_steps`."""
+        most = None if one_epoch else self.max_num_steps
+        any_step = at.position > 0  # in the current epoch
+        while most is None or at.step < most:
+            bounds = self._steps.next_step(at)
+            if bounds is not None:
                 yield bounds
                 at, any_step = bounds.after, True
-            if not self.infinite_loop or at.step == self.max_num_steps:
+            elif one_epoch or not self.infinite_loop:
                 return
-            if not any_step:
+            elif not any_step:
                 raise InputError(
                     f"epoch {at.epoch} has no sample to run, so an endless stream cannot continue. "
                     f"Add samples, or use another overflow than 'drop'."
                 )
-            at = StreamPosition(at.epoch + 1, 0, at.step)
+            else:
+                at, any_step = StreamPosition(at.epoch + 1, 0, at.step), False
 
-    def _bounds_in_epoch(self, at: StreamPosition, most: int | None = None) -> Iterator[StepBounds]:
-        """Every step of the rest of an epoch, up to `most` steps in all."""
-        while most is None or at.step < most:
-            bounds = self._steps.next_step(at)
-            if bounds is None:
-                return
-            yield bounds
-            at = bounds.after
+    def _rest(self, inside: Inside, plan: Plan, sample_ids: IntArray) -> ByRank | None:
+        """What each rank still has to do of a step that was begun before; None for a whole step.
 
-    def _steps_of_ranks(self, bounds: StepBounds, ranks: Iterable[int]) -> Iterator[Step]:
+        inside [(4, 2)], resumed on 4 ranks: their third micro-batch onwards. Resumed on 2 ranks:
+        what is left of the four, dealt to two.
+        """
+        if not inside:
+            return None
+        rest = [[micro.renumbered(sample_ids) for micro in micros] for micros in plan[0]]
+        following = [*(ranks for ranks, _ in inside[1:]), self.world.size]
+        for (_, done), ranks in zip(inside, following, strict=True):
+            rest = [micros[done:] for micros in rest]
+            if ranks != len(rest):
+                rest = self._steps.deal(rest, ranks, plan, sample_ids)
+        return rest
+
+    def _steps_of_ranks(self, bounds: StepBounds, ranks: Iterable[int]) -> list[Step]:
         """A step for each of these ranks. Totals are over all ranks."""
-        at, after, planned = bounds.before, self.cursor(bounds.after), self._steps.plan_step(bounds)
-        plan, recipe, whole = planned.plan, planned.plan.recipe, planned.rest is None
-        over = recipe.longest_segment
+        at, after = bounds.before, self.cursor(bounds.after)
+        plan, sample_ids = self._steps.plan_step(bounds)
+        rest = self._rest(at.inside, plan, sample_ids)
+        recipe, over, whole = plan.recipe, plan.recipe.longest_segment, rest is None
         over_long = 0 if over is None else int((plan.lengths > over).sum())
         reason = {"drop": "dropped", "truncate": "truncated"}.get(recipe.overflow)
-        works: list[FloatArray] = []  # of each kind of work: [rank, micro-batch]
-        costs: FloatArray | None = None
-        if whole:
-            works = [each.reshape(plan.num_ranks, -1) for each in works_of(plan)]
-            costs = np.sum(works, axis=0)
-        totals = self._totals(planned, works) if whole else {}
+        # Of each kind of work: [rank, micro-batch]
+        works = [each.reshape(plan.num_ranks, -1) for each in works_of(plan)] if whole else []
+        totals = self._totals(plan, sample_ids, works) if whole else {}
         text = f"{self.fingerprint} {at.step} {at.epoch} {at.position} {at.inside} {after.step}"
         fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        sample_ids = frozen(planned.sample_ids) if whole else None
-        samples = self._lookup.in_epoch(at.epoch)
+        samples, costs = self.samples.in_epoch(at.epoch), np.sum(works, axis=0)
+        frozen_ids, steps = frozen(sample_ids) if whole else None, []
         for rank in ranks:
-            micro_batches = planned.micro_batches(rank)
-            yield Step(
+            if rest is None:
+                micros = tuple(micro.renumbered(sample_ids) for micro in plan[0, rank])
+            else:
+                micros = tuple(rest[rank])
+            loss_tokens = {}
+            if self._loss_tokens is not None and "loss_tokens" in totals:
+                ids = sorted({i for micro in micros for i in micro.segments.sample.tolist()})
+                loss_tokens = dict(zip(ids, self._loss_tokens[ids].tolist(), strict=True))
+            step = Step(
                 number=at.step,
                 epoch=at.epoch,
-                micro_batches=micro_batches,
+                micro_batches=micros,
                 samples=samples,
                 cursor=after,
                 totals=totals,
                 lost={reason: over_long} if reason and over_long else {},
                 budget=recipe.layout.budget,
-                ranks=plan.num_ranks if planned.rest is None else len(planned.rest),
-                loss_tokens=self._loss_tokens_of(micro_batches) if "loss_tokens" in totals else {},
+                ranks=plan.num_ranks if rest is None else len(rest),
+                loss_tokens=loss_tokens,
                 plan=plan if whole else None,
-                sample_ids=sample_ids,
-                costs=() if costs is None else tuple(costs[rank].tolist()),
+                sample_ids=frozen_ids,
+                costs=tuple(costs[rank].tolist()) if whole else (),
                 fingerprint=fingerprint,
             )
+            steps.append(step)
+        return steps
 
-    def _loss_tokens_of(self, micro_batches: Iterable[MicroBatch]) -> dict[int, int]:
-        """The number of loss tokens of each sample of the micro-batches."""
-        assert self._loss_tokens is not None
-        ids = sorted({i for micro in micro_batches for i in micro.segments.sample.tolist()})
-        return dict(zip(ids, self._loss_tokens[ids].tolist(), strict=True))
-
-    def _totals(self, planned: PlannedStep, works: list[FloatArray]) -> dict[str, float]:
+    def _totals(
+        self, plan: Plan, sample_ids: IntArray, works: list[FloatArray]
+    ) -> dict[str, float]:
         """Totals over all ranks; loss tokens only if they are known and no sample can be lost."""
-        plan = planned.plan
         run = plan.step_of >= 0
         ideal = sum(float(work.sum()) for work in works) / plan.num_ranks
         totals: dict[str, float] = {
@@ -302,7 +670,7 @@ class PlannedStream(Stream):
             return totals  # unreadable samples are not known yet
         totals["samples"] = int(run.sum())
         if self._loss_tokens is not None and totals["tokens"] == plan.lengths[run].sum():
-            labels = self._loss_tokens[planned.sample_ids[run]]
+            labels = self._loss_tokens[sample_ids[run]]
             totals["loss_tokens"] = int(labels.sum())
             totals["sequences"] = int((labels > 0).sum())
             if plan.groups is not None:
@@ -332,7 +700,7 @@ class PlannedStream(Stream):
         `allow` has no effect; pooled streams need it.
         """
         cursor = Cursor.from_dict(state)
-        identity = self._identity(inside="inside" in cursor.position)
+        identity = dict(self._identity_inside if "inside" in cursor.position else self._identity)
         if "lengths" not in cursor.identity:  # written by version 0.1.0
             del identity["lengths"]
         cursor.check(identity)
@@ -359,7 +727,7 @@ class PlannedStream(Stream):
 
     def cursor(self, at: StreamPosition) -> Cursor:
         """The cursor of a position."""
-        identity = self._identity(inside=bool(at.inside))
+        identity = self._identity_inside if at.inside else self._identity
         return Cursor(identity=identity, step=at.step, position=at.to_dict())
 
     # Identity ----------------------------------------------------------------------------------
@@ -368,27 +736,37 @@ class PlannedStream(Stream):
     def fingerprint(self) -> str:
         """A digest of all that determines the steps: data, order, recipe, ranks. Not the rank, so
         it is the same on all ranks unless they would train on different plans."""
-        columns, loss_tokens = self._steps.digests_of_columns(), self._loss_tokens
-        per_sample = {}
-        if loss_tokens is not None:
-            per_sample["loss_tokens"] = column_digest(loss_tokens, ALL_DIGESTED)
+        identity, per_sample = dict[str, Any](self._identity), {}
+        if self._loss_tokens is not None:
+            per_sample["loss_tokens"] = column_digest(self._loss_tokens, ALL_DIGESTED)
+        if isinstance(self._steps, EpochSteps):  # a plan has been made of its columns
+            columns = self._steps.columns
+            names = [name for name in self.recipe.columns if name in columns]
+            digests = {name: column_digest(columns[name], ALL_DIGESTED) for name in names}
+            identity["columns"] = digests
         return digest_of(
             {
-                **self._identity(inside=False),
-                **({} if columns is None else {"columns": columns}),
+                **identity,
                 "recipe": self.recipe.to_dict(),
                 "per sample": per_sample,
                 "end": [self.max_num_steps, self.infinite_loop],
             }
         )
 
-    def _identity(self, inside: bool) -> dict[str, str]:
-        """What a cursor belongs to."""
-        return {**self._data_identity, **self._steps.identity(inside=inside)}
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        """What a cursor belongs to. Ranks, layout and balance may change, because they do not
+        affect which samples a step holds."""
+        data = self._identity_of_data("samples", measured=True)
+        return {"stream": "planned", **data, **self._steps.identity}
 
     @cached_property
-    def _data_identity(self) -> dict[str, str]:
-        return {"stream": "planned", **self._identity_of_data("samples", measured=True)}
+    def _identity_inside(self) -> dict[str, str]:
+        """What a cursor inside a step belongs to: there, only the ranks may change."""
+        recipe = self.recipe.to_dict()
+        recipe["topology"] = {**recipe["topology"], "dp": None}
+        from_plan = isinstance(self._steps, PlanSteps)
+        return self._identity if from_plan else {**self._identity, "recipe": digest_of(recipe)}
 
     # Length ------------------------------------------------------------------------------------
 
@@ -401,9 +779,10 @@ class PlannedStream(Stream):
         With `drop_last`, steps in which a rank has an empty micro-batch are not counted.
         `progress(done, total)` is called after each step with units of the epoch.
         """
-        key = self._steps.same_epoch(whole_number("epoch", epoch, least=0)), drop_last
+        epoch = whole_number("epoch", epoch, least=0)
+        key = epoch if self.shuffle else 0, drop_last  # without shuffling, all epochs are the same
         if key not in self._sizes:
-            bounds = self._bounds_in_epoch(StreamPosition(key[0]))
+            bounds = self._bounds(StreamPosition(key[0]), one_epoch=True)
             self._sizes[key] = self._count_steps(bounds, drop_last, progress)
         return self._sizes[key]
 
@@ -411,7 +790,8 @@ class PlannedStream(Stream):
         """The same for the rest of the epoch, from the start that was set."""
         if self._start.position == 0 and not self._start.inside:
             return self.epoch_size(self._start.epoch, drop_last=drop_last, progress=progress)
-        return self._count_steps(self._bounds_in_epoch(self._start), drop_last, progress)
+        bounds = self._bounds(self._start, one_epoch=True)
+        return self._count_steps(bounds, drop_last, progress)
 
     def micro_batches_per_epoch(
         self, epochs: int = 1, *, drop_last: bool = False, progress: Progress | None = None
@@ -438,10 +818,10 @@ class PlannedStream(Stream):
         for bounds in steps:
             count = None if drop_last else self._steps.known_count(bounds)
             if count is None:
-                planned = self._steps.plan_step(bounds)
-                count = len(planned.rest[0]) if planned.rest else int(planned.plan.cell_offsets[1])
-                empty = (np.diff(planned.plan.segment_offsets) == 0).any()
-                if drop_last and empty and planned.rest is None:
+                plan, sample_ids = self._steps.plan_step(bounds)
+                rest = self._rest(bounds.before.inside, plan, sample_ids)
+                count = len(rest[0]) if rest else int(plan.cell_offsets[1])
+                if drop_last and not rest and (np.diff(plan.segment_offsets) == 0).any():
                     count = 0
             num_steps, micro_batches = num_steps + (count > 0), micro_batches + count
             if progress is not None:
@@ -460,7 +840,7 @@ class PlannedStream(Stream):
     def steps_per_epoch(self) -> Estimate:
         """Number of steps in an epoch; exact if steps are counted in samples, and after
         `epoch_size` has counted the epoch of the start."""
-        counted = self._sizes.get((self._steps.same_epoch(self._start.epoch), False))
+        counted = self._sizes.get((self._start.epoch if self.shuffle else 0, False))
         return self._steps.steps_per_epoch if counted is None else Estimate(counted.steps, True)
 
     @property
@@ -474,20 +854,21 @@ class PlannedStream(Stream):
         """Micro-batches per rank and step: those of the first step of the epoch."""
         if self.recipe.steps.micro_batches is not None:
             return self.recipe.steps.micro_batches
-        first = islice(self._bounds_in_epoch(StreamPosition(self._start.epoch)), 1)
-        return self._count_steps(first).micro_batches
+        bounds = self._bounds(StreamPosition(self._start.epoch), one_epoch=True)
+        return self._count_steps(islice(bounds, 1)).micro_batches
 
 
 # Arguments with one entry per sample -------------------------------------------------------------
 
 
-def per_sample(name: str, values: ArrayLike, samples: int) -> NDArray[Any]:
-    """`values` as an array with one entry per sample. Arrays are not copied, nor read if mapped.
+def per_sample(name: str, values: ArrayLike, samples: int, whole: bool = False) -> NDArray[Any]:
+    """`values` as an array with one entry per sample, `whole`: of integers. Arrays are not copied,
+    nor read if mapped. Floats without fraction are converted, and texts as groups are numbered.
 
-    >>> per_sample("images", [0, 2], 2)
-    array([0, 2])
+    >>> per_sample("images", [0, 2], 2), per_sample("groups", ["b", "a"], 2, whole=True)
+    (array([0, 2]), array([1, 0]))
     """
-    array = flat_array(name, values)
+    array = flat_array(name, numbered(values) if name == "groups" else values)
     if array.ndim != 1:
         raise InputError(
             f"{name} must have one dimension, got shape {array.shape}. Pass one entry per sample, "
@@ -498,28 +879,17 @@ def per_sample(name: str, values: ArrayLike, samples: int) -> NDArray[Any]:
             f"{name} must have one entry per sample, got {len(array)} entries for {samples} "
             f"samples."
         )
-    return array
-
-
-def whole_per_sample(name: str, values: ArrayLike, samples: int) -> NDArray[np.integer]:
-    """`values` as an array of one integer per sample. Floats without fraction are converted, and
-    texts as groups are numbered.
-
-    >>> whole_per_sample("groups", [7.0, 5.0], 2), whole_per_sample("groups", ["b", "a"], 2)
-    (array([7, 5]), array([1, 0]))
-    """
-    array = per_sample(name, numbered(values) if name == "groups" else values, samples)
-    if array.dtype.kind in "iu":
+    if not whole or array.dtype.kind in "iu":
         return array
-    whole = np.zeros(len(array), bool)
+    is_whole = np.zeros(len(array), bool)
     if array.dtype.kind == "f":
-        whole = (np.abs(array) < 2.0**63) & (array == np.floor(array))  # neither holds for nan
-        check_exact(name, array, whole)
+        is_whole = (np.abs(array) < 2.0**63) & (array == np.floor(array))  # neither holds for nan
+        check_exact(name, array, is_whole)
     elif array.dtype.kind == "O":  # a list of mixed types
-        whole = np.array([type(v) is int and -(2**63) <= v < 2**63 for v in array], bool)
-    if whole.all():
+        is_whole = np.array([type(v) is int and -(2**63) <= v < 2**63 for v in array], bool)
+    if is_whole.all():
         return array.astype(np.int64)
-    at = int(np.argmin(whole))
+    at = int(np.argmin(is_whole))
     texts = " or texts" if name == "groups" else ""
     raise InputError(
         f"{name} must be 64-bit integers{texts}, got "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -29,8 +29,7 @@ class Segment(NamedTuple):
     """Where the sample ends after truncation; its length if it was not truncated."""
 
 
-@dataclass(frozen=True, slots=True)
-class OverflowPolicy:
+class OverflowPolicy(NamedTuple):
     """Segments of at most `longest` tokens (None: of any length), by the policy `overflow`.
 
     A cursor holds it, so that the budget may change.
@@ -54,10 +53,6 @@ class OverflowPolicy:
         pairs = zip(columns.start.tolist(), columns.length.tolist(), strict=True)
         return [Segment(start, size, end) for start, size in pairs]
 
-    def by_start(self, length: int) -> dict[int, Segment]:
-        """The same by start; none if the sample is dropped or refused."""
-        return {segment.start: segment for segment in self.segments(length) or ()}
-
     def divide(self, segment: Segment) -> list[Segment] | None:
         """A segment of another policy; [] if it is dropped, None if refused.
 
@@ -70,16 +65,6 @@ class OverflowPolicy:
         first, kept = segment.start, parts[0].end
         end = segment.end if kept == segment.length else first + kept
         return [Segment(first + start, length, end) for start, length, _ in parts]
-
-    def to_list(self) -> list[Any]:
-        """Plain data."""
-        return [self.longest, self.overflow]
-
-    @classmethod
-    def from_list(cls, data: Any) -> OverflowPolicy:
-        """The inverse of `to_list`."""
-        longest, overflow = data
-        return cls(None if longest is None else int(longest), cast("Overflow", str(overflow)))
 
 
 # Limited columns ----------------------------------------------------------------------------------
@@ -127,27 +112,21 @@ class SampleColumns:
 
     def of(self, sample_id: int, sample: Sample, segment: Segment) -> tuple[int, ...]:
         """What a segment of a sample takes of each column."""
-        return tuple(
-            self._value(name, share, sample_id, sample, segment)
-            for name, share in zip(self.names, self.shares, strict=True)
-        )
-
-    def _value(
-        self, name: str, share: int, sample_id: int, sample: Sample, segment: Segment
-    ) -> int:
-        if name in self._functions:
-            value = whole_number(f"column {name}", self._functions[name](sample), least=0)
-        else:
-            value = loss_tokens_of(
-                sample, segment.start, segment.start + segment.length, segment.end
-            )
-        if value > share and not self._alone:
-            raise SampleError(
-                f"sample {sample_name(sample_id)} takes {value} of limits.columns.{name}, more "
-                f"than the {share} that fit. Raise the limit, remove the sample, or set "
-                f"overflow='alone'."
-            )
-        return value
+        values = []
+        for name, share in zip(self.names, self.shares, strict=True):
+            if name in self._functions:
+                value = whole_number(f"column {name}", self._functions[name](sample), least=0)
+            else:
+                start, length, end = segment
+                value = loss_tokens_of(sample, start, start + length, end)
+            if value > share and not self._alone:
+                raise SampleError(
+                    f"sample {sample_name(sample_id)} takes {value} of limits.columns.{name}, more "
+                    f"than the {share} that fit. Raise the limit, remove the sample, or set "
+                    f"overflow='alone'."
+                )
+            values.append(value)
+        return tuple(values)
 
 
 # The pool -----------------------------------------------------------------------------------------
@@ -230,8 +209,8 @@ class Entry(NamedTuple):
     columns: tuple[int, ...]
     """What it takes of each limited column."""
     sample: Sample
-    key: Sequence[int] = ()
-    """What cursors hold (see `Waiting`). Cursors share this list; do not change it."""
+    key: list[int]
+    """What cursors hold (see `Waiting`)."""
 
 
 def entry_of(

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
+
+import numpy as np
 
 from evenstep.core.ragged import MOST_ITEMS, divided_up
 from evenstep.core.recipe import Recipe, World, check_recipe
 from evenstep.core.step import Cursor, Step
-from evenstep.core.text import (
-    truth_value,
-    whole_number,
-)
+from evenstep.core.text import truth_value, whole_number
 from evenstep.data.dataset import MapStyle, as_source
 from evenstep.data.files import refuse_empty
-from evenstep.data.order import EpochOrder, ReaderState, redealt
+from evenstep.data.order import EpochOrder, ReaderState, RemainingEpoch, share_anew
 from evenstep.data.pool import ColumnOf, Measure, Pool
 from evenstep.data.reader import (
     EpochSource,
     ItemLengths,
     PoolBatcher,
     PoolReader,
+    changed_fields,
     common_steps,
-    count_steps,
-    shuffles,
-    warn_lost,
 )
 from evenstep.data.source import MeasuredSource, Source, has_random_access
 from evenstep.data.source import length_of as count_tokens
@@ -106,7 +104,7 @@ class PooledStream(Stream):
             recipe,
             world=world,
             seed=seed,
-            shuffle=shuffles(source, shuffle),
+            shuffle=_shuffles(source, shuffle),
             max_num_steps=max_num_steps,
             infinite_loop=infinite_loop,
             on_error=on_error,
@@ -115,13 +113,18 @@ class PooledStream(Stream):
         self.pool, self.length_of = Pool() if pool is None else pool, length_of
         self.count_ahead = truth_value("count_ahead", count_ahead)
         self._batcher = PoolBatcher(recipe, self.pool, columns)
-        if self.count_ahead:
-            check_count_ahead(recipe, self.infinite_loop)
+        if self.count_ahead and (self.infinite_loop or recipe.limits.columns):
+            raise ConfigError(
+                f"count_ahead counts steps by lengths until the end, so it cannot be combined with "
+                f"{'infinite_loop' if self.infinite_loop else 'limits.columns'}. Leave one of them "
+                f"out."
+            )
         self._measured = length_of is count_tokens and knows_lengths(source)
         if self._measured and on_error == "raise":
             check_lengths(cast("MeasuredSource", source), recipe)
-        # The start: a loaded cursor, or an epoch after so many steps; then steps to skip.
-        self._loaded: Cursor | None = None
+        # The start: after `_done` steps, at a loaded position or at the beginning of an epoch; then
+        # steps to skip.
+        self._loaded: Mapping[str, Any] | None = None
         self._epoch = self._done = self._skip = 0
         self._changed = False  # settings, since the loaded state was taken
         self._counts: dict[tuple[int, int], list[int]] = {}  # by epoch and workers
@@ -150,15 +153,21 @@ class PooledStream(Stream):
             epoch, content = reader.epoch, reader.step(number)
             lost = reader.newly_lost()
             if content is None:
-                warn_lost(lost, reader)
+                if lost:
+                    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
+                    warnings.warn(
+                        f"reader {reader.number} lost samples after its last step: {counts}. They "
+                        f"are not in `lost` of any step.",
+                        stacklevel=2,
+                    )
                 return
-            state = {str(reader.number): {**reader.state_dict(), "step": number + workers}}
+            state = reader.state(number + workers)
             step = Step(
                 number=number,
                 epoch=epoch,
                 micro_batches=tuple(content[0]),
                 samples=content[1],
-                cursor=self._cursor(number + 1, workers, (reader_turn + 1) % workers, state),
+                cursor=self._cursor(number + 1, workers, (reader_turn + 1) % workers, [state]),
                 lost=lost,
                 fingerprint=self.fingerprint,
                 budget=self.recipe.layout.budget,
@@ -176,10 +185,8 @@ class PooledStream(Stream):
         state, reader_turn = self._resume(
             begins if turn is None else worker, workers, alone=turn is not None
         )
-        skip = self.on_error == "skip"
-        items, endless = self._items(), self.infinite_loop
-        reader = PoolReader(state, items, self._batcher, self.length_of, endless=endless, skip=skip)
-        number = self._first + begins
+        reader = self._reader(state, self._items(), self.length_of)
+        number = self._done + begins
         ahead = 0 if state.step is None else state.step - number
         while number < self.done and reader.step(number + ahead) is not None:
             number += workers
@@ -187,44 +194,50 @@ class PooledStream(Stream):
             reader.newly_lost()  # reported when those steps ran
         return reader, reader_turn, number + ahead
 
-    # Position --------------------------------------------------------------------------------
+    def _reader(self, state: ReaderState, items: EpochSource, length_of: Measure) -> PoolReader:
+        endless, skip = self.infinite_loop, self.on_error == "skip"
+        return PoolReader(state, items, self._batcher, length_of, endless=endless, skip=skip)
 
-    @property
-    def _first(self) -> int:
-        """Steps before those to be skipped."""
-        return self._done if self._loaded is None else self._loaded.step
+    def _items(self) -> EpochSource:
+        return EpochSource(self.source, self.seed, self.shuffle, self._measured)
+
+    # Position --------------------------------------------------------------------------------
 
     @property
     def done(self) -> int:
         """Steps before the start, over all epochs."""
-        return self._first + self._skip
+        return self._done + self._skip
+
+    @property
+    def _position(self) -> Mapping[str, Any]:
+        """The position before the steps to be skipped. A fresh epoch is what one reader has left
+        that has read nothing."""
+        if self._loaded is not None:
+            return self._loaded
+        epochs = (RemainingEpoch(self._epoch, self._count),)
+        state = ReaderState(reader=0, readers=1, epochs=epochs)
+        return {"ranks": 1, "workers": 1, "turns": {}, "readers": {"0": state.to_dict()}}
+
+    @property
+    def _count(self) -> int | None:
+        """Items of an epoch; None if their number is unknown."""
+        return len(self.source) if has_random_access(self.source) else None
 
     def start(self, workers: int = 1) -> Cursor:
         """The cursor of this rank before its first step, for this number of workers. Reads the
         steps to be skipped."""
-        if not self._skip:
-            resumed = [self._resume(worker, workers) for worker in range(workers)]
-            states = {str(state.reader): state.to_dict() for state, _ in resumed}
-            return self._cursor(self._first, workers, resumed[0][1], states)
-        opened = [self._open(worker, workers, None) for worker in range(workers)]
-        states = {
-            str(reader.number): {**reader.state_dict(), "step": number}
-            for reader, _, number in opened
-        }
-        return self._cursor(self.done, workers, opened[0][1], states)
+        if self._skip:
+            opened = [self._open(worker, workers, None) for worker in range(workers)]
+            turns = [(reader.state(number), turn) for reader, turn, number in opened]
+        else:
+            turns = [self._resume(worker, workers) for worker in range(workers)]
+        return self._cursor(self.done, workers, turns[0][1], [state for state, _ in turns])
 
     def _resume(self, worker: int, workers: int, alone: bool = False) -> tuple[ReaderState, int]:
         """(the state that a worker begins with, its turn). A loader begins with worker 0, which
         therefore gets the state of the reader whose turn is next, unless the loaded cursor is that
         of this worker `alone`."""
-        rank, ranks = self.world.rank, self.world.size
-        count = self._items().count
-        mine, readers = rank * workers + worker, ranks * workers
-        needed = range(readers) if self.count_ahead else [mine]
-        if self._loaded is None:
-            fresh = [ReaderState.fresh(each, readers, self._epoch, count) for each in needed]
-            return self._with_steps_left(fresh, mine, workers), worker
-        position = self._loaded.position
+        rank, ranks, position = self.world.rank, self.world.size, self._position
         if (position["ranks"], position["workers"]) == (ranks, workers):
             states, first = states_of(position), rank * workers
             turn = (int(position["turns"].get(str(rank), 0)) + worker) % workers
@@ -235,32 +248,44 @@ class PooledStream(Stream):
                 return replace(state, left=None), turn
             if state is not None and state.left is not None and not self._changed:
                 return state, turn
-        all_states = all_states_of(position, ranks, workers)
-        shared = [redealt(all_states, each, readers, count) for each in needed]
-        return self._with_steps_left(shared, mine, workers), worker
-
-    def _with_steps_left(self, states: list[ReaderState], mine: int, workers: int) -> ReaderState:
-        """The state of reader `mine`, with the number of steps left to it if they are counted."""
+        before, readers = states_of(position), ranks * workers
+        many = position["ranks"] * position["workers"]
+        missing = sorted(set(range(many)) - before.keys())
+        if missing:
+            raise CursorError(
+                f"the cursor holds {len(before)} of {many} readers ({position['ranks']} ranks x "
+                f"{position['workers']} workers; reader {missing[0]} is missing), but resuming on "
+                f"{ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
+                f"ranks and workers with merge_cursors."
+            )
+        mine = rank * workers + worker
+        wanted = range(readers) if self.count_ahead else [mine]
+        shared = share_anew(list(before.values()), readers, self._count, wanted)
         if not self.count_ahead:
-            return states[0]
+            return shared[0], worker
+        return replace(shared[mine], left=self._steps_left(shared, workers)[mine]), worker
+
+    def _steps_left(self, states: list[ReaderState], workers: int) -> list[int]:
+        """The steps of each reader, such that all ranks end together."""
         key = (self._epoch if self._loaded is None else -1, workers)
         if key not in self._counts:
-            items = ItemLengths(self._items(), self.length_of)
-            firsts = [self._first + state.reader % workers for state in states]
-            skip = self.on_error == "skip"
-            counts = count_steps(states, firsts, workers, items, self._batcher, skip)
-            self._counts[key] = common_steps(counts, workers)
-        return replace(states[mine], left=self._counts[key][mine])
+            items, counts = ItemLengths(self._items(), self.length_of), [0] * len(states)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of skipped samples: warned of when they are run
+                for state in states:
+                    reader, number = self._reader(state, items, int), self._done + state.reader
+                    number -= state.reader // workers * workers
+                    while reader.step(number + counts[state.reader] * workers) is not None:
+                        counts[state.reader] += 1
+            self._counts[key] = common_steps(np.array(counts, np.int64), workers)
+        return self._counts[key]
 
-    def _items(self) -> EpochSource:
-        return EpochSource(self.source, self.seed, self.shuffle, self._measured)
-
-    def _cursor(self, step: int, workers: int, turn: int, readers: Mapping[str, Any]) -> Cursor:
+    def _cursor(self, step: int, workers: int, turn: int, states: Iterable[ReaderState]) -> Cursor:
         position = {
             "ranks": self.world.size,
             "workers": workers,
             "turns": {str(self.world.rank): turn},
-            "readers": readers,
+            "readers": {str(state.reader): state.to_dict() for state in states},
         }
         return Cursor(identity=self._identity, step=step, position=position)
 
@@ -274,10 +299,8 @@ class PooledStream(Stream):
         cursor = Cursor.from_dict(state)
         check_changes(cursor, self._identity, allow)
         states_of(cursor.position)
-        # Before its first step, a rank has the state of its own reader, among the ranks of today:
-        # a rank without a step left would otherwise keep a cursor of other ranks, or of all.
-        self._loaded, self._now = replace(cursor, identity=self._identity), None
-        self._skip, self._iterated = 0, False
+        self._loaded, self._done, self._skip = cursor.position, cursor.step, 0
+        self._now, self._iterated = None, False
         self._changed = bool(cursor.differences(self._identity))
         self._counts.clear()
 
@@ -287,10 +310,9 @@ class PooledStream(Stream):
 
     def _start_epochs(self) -> Collection[int]:
         """The epochs of the start. Readers of an endless stream can be in different ones."""
-        if self._loaded is None:
-            return (self._epoch,)
-        states = states_of(self._loaded.position).values()
-        return {epoch for state in states for epoch in state.open_epochs}
+        states = states_of(self._position).values()
+        waiting = {key[0] for state in states for key in state.waiting}
+        return waiting | {remaining.epoch for state in states for remaining in state.epochs}
 
     def _start_epoch(self, epoch: int, done: int) -> None:
         self._loaded, self._epoch, self._done, self._skip = None, epoch, done, 0
@@ -304,15 +326,11 @@ class PooledStream(Stream):
     def shared(self, cursors: Sequence[Cursor], workers: int = 1) -> Cursor:
         """The cursor of this rank if what is left on all ranks is shared anew, from the cursors of
         all ranks after the same step. Each sample still runs exactly once."""
-        merged = merge_cursors(cursors)
-        states, items = list(states_of(merged.position).values()), self._items()
-        ranks, first = self.world.size, self.world.rank * workers
-        mine = [
-            redealt(states, first + worker, ranks * workers, items.count)
-            for worker in range(workers)
-        ]
-        readers = {str(state.reader): state.to_dict() for state in mine}
-        return self._cursor(merged.step, workers, 0, readers)
+        merged, first = merge_cursors(cursors), self.world.rank * workers
+        states = list(states_of(merged.position).values())
+        mine = range(first, first + workers)
+        shared = share_anew(states, self.world.size * workers, self._count, mine)
+        return self._cursor(merged.step, workers, 0, shared)
 
     @staticmethod
     def join(cursors: Sequence[Cursor]) -> Cursor:
@@ -322,8 +340,7 @@ class PooledStream(Stream):
     @cached_property
     def _identity(self) -> dict[str, str]:
         """What a cursor belongs to."""
-        count = len(self.source) if has_random_access(self.source) else 0
-        order = EpochOrder(count=count, seed=self.seed, epoch=0, shuffle=self.shuffle)
+        order = EpochOrder(count=self._count or 0, seed=self.seed, epoch=0, shuffle=self.shuffle)
         return {
             "stream": "pooled",
             "order": order.description,
@@ -367,6 +384,19 @@ class PooledStream(Stream):
         self._items_seen += sum(step.lost.get(reason, 0) for reason in ("dropped", "skipped"))
 
 
+def _shuffles(source: Source, shuffle: bool | None) -> bool:
+    """Whether the epoch's order is shuffled: by default, if items can be read in any order."""
+    by_index = has_random_access(source)
+    shuffled = by_index if shuffle is None else truth_value("shuffle", shuffle)
+    if shuffled and not by_index:
+        raise ConfigError(
+            f"shuffle=True has no effect on {type(source).__name__}, which is read in its own "
+            f"order. Shuffle inside it (Hugging Face: dataset.shuffle(seed, buffer_size)), or use "
+            f"a source with items by index, and omit shuffle."
+        )
+    return shuffled
+
+
 # Changed settings ---------------------------------------------------------------------------------
 
 
@@ -384,30 +414,18 @@ def described(recipe: Recipe, pool: Pool, strategy: str) -> dict[str, str]:
 
     >>> from evenstep import Packed
     >>> described(Recipe(layout=Packed(max_tokens=9)), Pool(), "greedy")
-    {'layout.kind': 'packed', 'layout.max_tokens': '9', 'overflow': 'error', 'pool.strategy': 'greedy'}
+    {'layout.kind': 'packed', 'overflow': 'error', 'layout.max_tokens': '9', 'pool.strategy': 'greedy'}
     """  # noqa: E501
     parts = {name: getattr(recipe, name) for name in ("layout", "limits", "steps", "topology")}
     if recipe.limits.cost is not None:
         parts["cost"] = recipe.cost
-    settings: dict[str, Any] = {"layout.kind": recipe.layout.kind}
-    for name, part in parts.items():
-        settings |= _changed_fields(name, part)
+    settings: dict[str, str] = {"layout.kind": recipe.layout.kind, "overflow": recipe.overflow}
+    for name, part in {**parts, "pool": pool}.items():
+        for field, value in changed_fields(part).items():
+            text = dict(value) if isinstance(value, Mapping) else value
+            settings[f"{name}.{field}"] = str(text)
     settings.pop("topology.dp", None)
-    settings |= {"overflow": recipe.overflow, **_changed_fields("pool", pool)}
-    return {name: str(value) for name, value in {**settings, "pool.strategy": strategy}.items()}
-
-
-def _changed_fields(name: str, part: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults, as `name.field`."""
-    changed = {}
-    for each in fields(part):
-        default = each.default
-        if default is MISSING and each.default_factory is not MISSING:
-            default = each.default_factory()
-        value = getattr(part, each.name)
-        if value != default:
-            changed[f"{name}.{each.name}"] = dict(value) if isinstance(value, Mapping) else value
-    return changed
+    return {**settings, "pool.strategy": strategy}
 
 
 def check_changes(cursor: Cursor, identity: Mapping[str, str], allow: Collection[str]) -> None:
@@ -426,22 +444,20 @@ def check_changes(cursor: Cursor, identity: Mapping[str, str], allow: Collection
         identity = {name: value for name, value in identity.items() if name != "lengths"}
         kept = {name: value for name, value in cursor.identity.items() if name != "lengths"}
         cursor = replace(cursor, identity=kept)
-    differing, needed = cursor.differences(identity), list[str]()
-    for name in list(differing):
+    differing, needed = list[str](), set[str]()
+    for name, words in cursor.differences(identity).items():
         change = next((c for c, begins in CHANGES.items() if name.startswith(begins)), None)
-        if change is not None and change in allow:
-            del differing[name]
-        elif change is not None and change not in needed:
-            needed.append(change)
-    fixed = any(not name.startswith(sum(CHANGES.values(), ())) for name in differing)
-    if differing and (fixed or cursor.identity.get("stream") != identity["stream"]):
-        cursor.check(identity)
+        if change is None:
+            cursor.check(identity)
+        elif change not in allow:
+            differing.append(words)
+            needed.add(change)
     if differing:
         names = ", ".join(map(repr, sorted(needed)))
         raise CursorError(
-            f"the stream has changed since the cursor was taken: {'; '.join(differing.values())}. "
-            f"Restore the settings, or pass allow={{{names}}} to load_state_dict or the trainer, "
-            f"which resumes with the new ones."
+            f"the stream has changed since the cursor was taken: {'; '.join(differing)}. Restore "
+            f"the settings, or pass allow={{{names}}} to load_state_dict or the trainer, which "
+            f"resumes with the new ones."
         )
 
 
@@ -510,41 +526,18 @@ def states_of(position: Mapping[str, Any]) -> dict[int, ReaderState]:
     """The readers' states in a cursor, by reader."""
     try:
         readers = int(position["ranks"]) * int(position["workers"])
-        states = {int(name): data for name, data in position["readers"].items()}
         if not (readers > 0 and isinstance(position["turns"], Mapping)):
             raise ValueError(f"{readers} readers")
+        states = {
+            int(name): ReaderState.from_dict(data, int(name), readers)
+            for name, data in position["readers"].items()
+        }
         if not all(0 <= number < readers for number in states):
             raise ValueError(f"readers {sorted(states)} of {readers}")
+    except CursorError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CursorError(
             f"the position in the cursor is malformed ({error!r}). Use an earlier checkpoint."
         ) from None
-    return {number: ReaderState.from_dict(data, number, readers) for number, data in states.items()}
-
-
-def all_states_of(position: Mapping[str, Any], ranks: int, workers: int) -> list[ReaderState]:
-    """The states of all readers, to resume on another number of ranks and workers."""
-    states = states_of(position)
-    then = position["ranks"] * position["workers"]
-    missing = sorted(set(range(then)) - states.keys())
-    if missing:
-        raise CursorError(
-            f"the cursor holds {len(states)} of {then} readers ({position['ranks']} ranks x "
-            f"{position['workers']} workers; reader {missing[0]} is missing), but resuming on "
-            f"{ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
-            f"ranks and workers with merge_cursors."
-        )
-    return list(states.values())
-
-
-def check_count_ahead(recipe: Recipe, infinite_loop: bool) -> None:
-    """Raise if steps cannot be counted by lengths alone, until the end."""
-    for what, in_use in (
-        ("infinite_loop", infinite_loop),
-        ("limits.columns", bool(recipe.limits.columns)),
-    ):
-        if in_use:
-            raise ConfigError(
-                f"count_ahead counts steps by lengths until the end, so it cannot be combined "
-                f"with {what}. Leave one of them out."
-            )
+    return states

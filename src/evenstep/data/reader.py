@@ -9,28 +9,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, cast
 
 import numpy as np
 
 from evenstep.core.plan import MicroBatch
-from evenstep.core.ragged import (
-    MOST_ITEMS,
-    IntArray,
-    item_and_part,
-    rounded_up,
-    sample_name,
-)
+from evenstep.core.ragged import MOST_ITEMS, IntArray, item_and_part, rounded_up, sample_name
 from evenstep.core.recipe import Recipe
-from evenstep.core.text import MOST, truth_value
-from evenstep.data.order import (
-    EpochOrder,
-    ReaderState,
-    RemainingEpoch,
-    Waiting,
-    waiting_segment,
-)
+from evenstep.core.text import MOST
+from evenstep.data.order import EpochOrder, ReaderState, RemainingEpoch, Waiting
 from evenstep.data.pool import (
     ColumnOf,
     Entry,
@@ -67,26 +55,21 @@ class EpochSource:
 
     A source with random access is read in the epoch's order. A sequential source is read in its
     own order, and opened again to go back.
+
+    count     the number of items; None if it is unknown
+    measured  whether the lengths of all items are known
+    seeded    whether samples differ between epochs
+    failed    whether the source's iterator raised. It is finished then: nothing can be skipped
     """
 
     def __init__(self, source: Source, seed: int, shuffle: bool, measured: bool = False) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
         self.count = len(source) if has_random_access(source) else None
-        self.measured = measured
-        """Whether the lengths of all items are known."""
-        self.failed = False
-        """Whether the source's iterator raised. It is finished then, so nothing can be skipped."""
-        self.seeded = is_seeded(source)
-        """Whether samples differ between epochs."""
+        self.measured, self.seeded, self.failed = measured, is_seeded(source), False
         self._open: Iterator[Any] | None = None
         self._at = (-1, -1)  # epoch, position of the next raw item
         self._again_for = (-1, -1)  # epoch, item that was read again last
         self._again: list[tuple[int, Sample]] = []
-
-    def length_of_item(self, item: int) -> int:
-        """The length of an item, if the source knows it."""
-        assert self.measured
-        return int(cast("MeasuredSource", self.source).lengths_of(np.array([item]))[0])
 
     def items(self, epoch: int, positions: IntArray) -> list[int]:
         """The items at these positions."""
@@ -98,11 +81,14 @@ class EpochSource:
 
     def read(self, epoch: int, item: int) -> list[tuple[int, Sample]] | None:
         """(sample id, sample) of every sample of an item; None past an end that was unknown."""
-        draw = Draw(item, epoch, self.seed) if self.seeded else None
-        if self.count is not None:
-            return read_samples(self.source, item, None, draw)
-        there, raw = self._raw(epoch, item)
-        return read_samples(self.source, item, raw, draw) if there else None
+        draw, raw = Draw(item, epoch, self.seed) if self.seeded else None, None
+        if self.count is None:
+            try:
+                raw = self._raw(epoch, item)
+            except StopIteration:
+                self._open = None
+                return None
+        return read_samples(self.source, item, raw, draw)
 
     def again(self, epoch: int, sample_id: int) -> Sample:
         """A sample that was read before. Consecutive samples of one item are read once."""
@@ -110,82 +96,65 @@ class EpochSource:
         if self._again_for != (epoch, item):
             self._again = self.read(epoch, item) or []
             self._again_for = (epoch, item)
-        samples = self._again
-        if part >= len(samples):
+        if part >= len(self._again):
             raise CursorError(
-                f"item {item} now has {len(samples)} samples, but the cursor names sample {part} "
-                f"of it, so the data has changed. Restore the data, or start without the cursor."
+                f"item {item} now has {len(self._again)} samples, but the cursor names sample "
+                f"{part} of it, so the data has changed. Restore the data, or start without the "
+                f"cursor."
             )
-        return samples[part][1]
+        return self._again[part][1]
 
-    def _raw(self, epoch: int, position: int) -> tuple[bool, Any]:
-        """(whether there is an item, the raw item) at a position of a sequential source."""
-        assert isinstance(self.source, SequentialSource)
+    def _raw(self, epoch: int, position: int) -> Any:
+        """The raw item at a position of a sequential source; StopIteration past its end."""
         if self._open is None or self._at[0] != epoch or self._at[1] > position:
-            self._open = self.source.open(position, epoch)
+            self._open = cast("SequentialSource", self.source).open(position, epoch)
             self._at = (epoch, position)
-        while True:
-            try:
+        try:
+            for before in range(self._at[1], position + 1):
                 raw = next(self._open)
-            except StopIteration:
-                self._open = None
-                return False, None
-            except BaseException:
-                self.failed = True
-                raise
-            here = self._at[1]
-            self._at = (epoch, here + 1)
-            if here == position:
-                return True, raw
+                self._at = (epoch, before + 1)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.failed = True
+            raise
+        return raw
 
 
-class ItemLengths:
-    """The items of an `EpochSource`, with lengths in place of samples. Reads each item once.
+class ItemLengths(EpochSource):
+    """The same with lengths in place of samples. Reads each item once, whichever reader asks.
 
     Lengths that the source knows are not read. Sequential sources are read anew in every epoch.
     """
 
     def __init__(self, items: EpochSource, length_of: Measure) -> None:
-        self._items, self._length_of = items, length_of
+        super().__init__(items.source, items.seed, items.shuffle, items.measured)
+        self._length_of = length_of
         self._known: dict[tuple[int, int], list[tuple[int, int]] | SampleError | None] = {}
-        self._next = (-1, 0)  # of a sequential source: epoch, first item that was not read
-        self.count, self.seeded = items.count, items.seeded
-        self.failed = False
-
-    def items(self, epoch: int, positions: IntArray) -> list[int]:
-        """The items at these positions."""
-        return self._items.items(epoch, positions)
 
     def read(self, epoch: int, item: int) -> list[tuple[int, Sample]] | None:
         """(sample id, length) of every sample of an item; None past the end."""
-        if self._items.measured:
-            return [(item, self._items.length_of_item(item))]
-        if self.count is None:
-            if self._next[0] != epoch:
-                self._known, self._next = {}, (epoch, 0)
-            for before in range(self._next[1], item + 1):
-                self._known[epoch, before] = self._measured(epoch, before)
-                self._next = (epoch, before + 1)
-        varies = self.count is None or self._items.seeded
-        key = (epoch if varies else 0, item)
-        if key not in self._known:
-            self._known[key] = self._measured(epoch, item)
-        samples = self._known[key]
+        if self.measured:
+            lengths = cast("MeasuredSource", self.source).lengths_of(np.array([item]))
+            return [(item, int(lengths[0]))]
+        first, key = item, epoch if self.seeded else 0
+        if self.count is None:  # also read the items before, which other readers ask for
+            key = epoch
+            if (epoch, 0) not in self._known:
+                self._known.clear()
+            first = len(self._known)
+        for each in range(first, item + 1):
+            if (key, each) not in self._known:
+                self._known[key, each] = self._measure(epoch, each)
+        samples = self._known[key, item]
         if isinstance(samples, SampleError):
             raise samples
         return samples
 
-    def again(self, epoch: int, sample_id: int) -> Sample:
-        """The length of a sample that was read before."""
-        item, part = item_and_part(sample_id)
-        samples = self.read(epoch, item)
-        return 0 if samples is None or part >= len(samples) else samples[part][1]
-
-    def _measured(self, epoch: int, item: int) -> list[tuple[int, int]] | SampleError | None:
+    def _measure(self, epoch: int, item: int) -> list[tuple[int, int]] | SampleError | None:
         try:
-            samples = self._items.read(epoch, item)
+            samples = super().read(epoch, item)
         except SampleError as error:
-            self.failed = self._items.failed
             return error
         return None if samples is None else [(name, self._length(s)) for name, s in samples]
 
@@ -195,19 +164,6 @@ class ItemLengths:
             return int(self._length_of(sample))
         except Exception:
             return 0
-
-
-def shuffles(source: Source, shuffle: bool | None) -> bool:
-    """Whether the epoch's order is shuffled: by default, if items can be read in any order."""
-    by_index = has_random_access(source)
-    shuffled = by_index if shuffle is None else truth_value("shuffle", shuffle)
-    if shuffled and not by_index:
-        raise ConfigError(
-            f"shuffle=True has no effect on {type(source).__name__}, which is read in its own "
-            f"order. Shuffle inside it (Hugging Face: dataset.shuffle(seed, buffer_size)), or use "
-            f"a source with items by index, and omit shuffle."
-        )
-    return shuffled
 
 
 # Micro-batches of a pool --------------------------------------------------------------------------
@@ -257,6 +213,25 @@ def seed_sample_first(lengths: IntArray, ending: bool) -> IntArray:
     return order
 
 
+_PLANNED = ("balance", "equal_sizes", "equal_tokens", "second_work", "min_saving", "groups")
+
+
+def changed_fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults.
+
+    >>> changed_fields(Pool(samples=64, alone=9))
+    {'alone': 9}
+    """
+    changed = {}
+    for each in fields(value):
+        default = each.default
+        if default is MISSING and each.default_factory is not MISSING:
+            default = each.default_factory()
+        if getattr(value, each.name) != default:
+            changed[each.name] = getattr(value, each.name)
+    return changed
+
+
 class PoolBatcher:
     """Forms the micro-batches of a recipe from pool entries. Uses only their lengths.
 
@@ -294,7 +269,13 @@ class PoolBatcher:
                 f"unknown pool.strategy {self.strategy!r} for {layout.kind} rows; expected one of: "
                 f"{', '.join(layout.pool_strategies)}."
             )
-        self._refuse_options()
+        changed = changed_fields(recipe)
+        for name, value in {**layout.options, **changed}.items():
+            if name in layout.options or name in _PLANNED:
+                raise ConfigError(
+                    f"{name}={value!r} has no effect with a pool. Remove it, or use a "
+                    f"PlannedStream."
+                )
         if recipe.steps.samples is not None or recipe.steps.tokens is not None:
             raise ConfigError(
                 "steps.samples and steps.tokens cannot be used with a pool, because a rank does "
@@ -315,28 +296,6 @@ class PoolBatcher:
                 "this pipeline needs micro-batches of equal shape, which a pool does not guarantee "
                 "with this layout. Set layout.pad_to (and layout.samples for padded rows), or "
                 "topology.variable_seq_lengths."
-            )
-
-    def _refuse_options(self) -> None:
-        """Refuse options that only planning supports."""
-        recipe = self.recipe
-        options = dict(recipe.layout.options)
-        default = {
-            "balance": "refined",
-            "equal_sizes": False,
-            "equal_tokens": False,
-            "second_work": None,
-            "min_saving": None,
-            "groups": "micro_batch",
-        }
-        options |= {
-            name: getattr(recipe, name)
-            for name, value in default.items()
-            if getattr(recipe, name) != value
-        }
-        for name, value in options.items():
-            raise ConfigError(
-                f"{name}={value!r} has no effect with a pool. Remove it, or use a PlannedStream."
             )
 
     def take(
@@ -370,6 +329,8 @@ class PoolBatcher:
         return micro, taken
 
     def _pack(self, waiting: list[Entry], step: int, left: list[int], ending: bool) -> list[Entry]:
+        """Remove the next pack; `left` is what is left of each column. One column is a part of the
+        selection. Of several, and with a cost, what would be selected without them comes first."""
         lengths = np.array([entry.length for entry in waiting], np.int64)
         if self._alignment > 1:
             lengths = rounded_up(lengths, self._alignment)
@@ -377,34 +338,29 @@ class PoolBatcher:
         if self.pool.alone is not None:  # as if it filled the room
             alone = np.array([entry.length >= self.pool.alone for entry in waiting])
             lengths = np.where(alone, np.maximum(lengths, room.capacity), lengths)
-        if not left and self.recipe.limits.cost is None:
-            chosen = self._selected(lengths, room, None, ending)
+        limits = len(left) + (self.recipe.limits.cost is not None)
+        if not limits:
+            chosen = self._select(lengths, room, None, ending)
         else:
             columns = np.array([entry.columns for entry in waiting], np.int64)
             columns = columns.reshape(len(waiting), len(left))
-            chosen = self._limited(lengths, room, columns, left, ending)
+            shares = np.minimum(self.sample_columns.shares, np.maximum(left, 1))
+            if limits == 1 and left:
+                room = replace(room, counted=int(shares[0]))
+                chosen = self._select(lengths, room, columns[:, 0], ending)
+            else:
+                chosen = self._select(lengths, room, None, ending)
+                chosen = self._within_limits(lengths, room, columns, shares, chosen)
         pack = [waiting[at] for at in chosen]
         for at in sorted(chosen, reverse=True):
             del waiting[at]
         return pack
 
-    def _limited(
-        self, lengths: IntArray, room: Room, columns: IntArray, left: list[int], ending: bool
-    ) -> list[int]:
-        """The next pack within the limits on columns and cost. One column is a part of the
-        selection. Of several, the samples that would be selected without them come first."""
-        shares = np.minimum(self.sample_columns.shares, np.maximum(left, 1))
-        if len(left) == 1 and self.recipe.limits.cost is None:
-            counted = replace(room, counted=int(shares[0]))
-            return self._selected(lengths, counted, columns[:, 0], ending)
-        first = self._selected(lengths, room, None, ending)
-        others = np.delete(np.arange(len(lengths)), first).tolist()
-        return self._within_limits(lengths, room, columns, shares, first + others)
-
     def _within_limits(
-        self, lengths: IntArray, room: Room, columns: IntArray, shares: IntArray, order: list[int]
+        self, lengths: IntArray, room: Room, columns: IntArray, shares: IntArray, first: list[int]
     ) -> list[int]:
-        """In this order, each sample that still fits. The first always does.
+        """Of the samples to try `first`, then of the others, each that still fits. The very first
+        always does.
 
         `columns` are samples x columns; a pack may hold `shares` of them.
         """
@@ -415,11 +371,11 @@ class PoolBatcher:
             used_of = np.column_stack((used_of, layout.segment_costs(recipe, lengths)))
             caps = np.append(caps, layout.cost_share(recipe) * (1 + 1e-12))
         most_with = layout.pack_bounds(recipe, lengths)[1]  # samples in a pack with this one
-        first = order[0]
-        chosen, used = [first], used_of[first].copy()
-        slots = widest = int(lengths[first])
-        most = min(int(most_with[first]), len(order) if room.most is None else room.most)
-        for at in order[1:]:
+        seed, *order = first + np.delete(np.arange(len(lengths)), first).tolist()
+        chosen, used = [seed], used_of[seed].copy()
+        slots = widest = int(lengths[seed])
+        most = min(int(most_with[seed]), len(lengths) if room.most is None else room.most)
+        for at in order:
             if len(chosen) >= most:
                 break
             fewer = min(most, int(most_with[at]))
@@ -433,7 +389,7 @@ class PoolBatcher:
                 slots, widest, most = slots + int(lengths[at]), width, fewer
         return chosen
 
-    def _selected(
+    def _select(
         self, lengths: IntArray, room: Room, counted: IntArray | None, ending: bool
     ) -> list[int]:
         """Indices in the pool of the next pack. The first is the oldest, or the seed."""
@@ -485,7 +441,7 @@ class PoolReader:
         skip: bool,
     ) -> None:
         self._items, self._batcher, self._length_of = items, batcher, length_of
-        self._endless, self._skip = endless, skip
+        self._endless, self._may_skip = endless, skip
         self._epochs = list(state.epochs)
         self.number, self._readers, self._read = state.reader, state.readers, state.read
         self._coming: list[int] = []  # the next items of the current epoch, the last one first
@@ -496,32 +452,36 @@ class PoolReader:
         self._usable = state.read > 0 or len(state.waiting) > 0 or state.epochs[0].changes != ()
         self._tried = 0
         self._first_error: str | None = None
-        self._lost, self._reported = dict(state.lost), dict(state.lost)
+        self._lost, self._new = dict(state.lost), dict[str, int]()  # in all, and not yet reported
+        self._left = state.left
         self._waiting = self._restored(state)
         self._tokens = sum(entry.length for entry in self._waiting)
-        self._left = state.left
+
+    def state(self, step: int) -> ReaderState:
+        """The current state; `step` is the number of this reader's next step."""
+        return ReaderState(
+            reader=self.number,
+            readers=self._readers,
+            epochs=tuple(self._epochs),
+            read=self._read,
+            waiting=tuple([entry.key for entry in self._waiting]),
+            policies=(self._batcher.policy,),
+            lost=dict(self._lost),
+            step=step,
+            left=self._left,
+        )
 
     def newly_lost(self) -> dict[str, int]:
         """Number of samples lost since the last call, or since the state, by reason."""
-        before, self._reported = self._reported, dict(self._lost)
-        new = {reason: count - before.get(reason, 0) for reason, count in self._reported.items()}
-        return {reason: count for reason, count in new.items() if count}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The current `ReaderState` as plain data."""
-        state: dict[str, Any] = {
-            "epochs": [remaining.to_list() for remaining in self._epochs],
-            "read": self._read,
-            "waiting": [entry.key for entry in self._waiting],
-            "cuts": [self._batcher.policy.to_list()],
-            "lost": dict(self._lost),
-        }
-        return state if self._left is None else {**state, "left": self._left}
+        new, self._new = self._new, {}
+        return new
 
     @property
     def epoch(self) -> int:
         """The epoch of the oldest sample in the pool, or of the next one to be read."""
         return self._waiting[0].epoch if self._waiting else self._epochs[0].epoch
+
+    # Micro-batches -----------------------------------------------------------------------------
 
     def step(self, number: int) -> tuple[list[MicroBatch], dict[int, Sample]] | None:
         """The micro-batches of a step and their samples by id; None when nothing is left.
@@ -559,6 +519,8 @@ class PoolReader:
         most = max(1, len(self._waiting) - max(0, later))
         return self._batcher.take_few(self._waiting, number, most)
 
+    # Reading -----------------------------------------------------------------------------------
+
     def _fill(self) -> None:
         waiting, samples, enough = self._waiting, self._batcher.samples, self._batcher.enough
         while len(waiting) < samples or self._tokens < enough:
@@ -572,42 +534,43 @@ class PoolReader:
     def _next(self) -> list[Entry] | None:
         """The entries of the next item of the remaining epochs; None at the end."""
         while not self._ended:
-            item, skipped = self._next_item(), self._lost.get("skipped", 0)
-            entries = None if item is None else self._at(self._epochs[0].epoch, item)
-            if entries is not None:
-                self._coming.pop()
-                self._read += 1
-                self._tried += 1
-                self._any_sample = self._any_sample or len(entries) > 0
-                if entries or self._lost.get("skipped", 0) == skipped:
-                    self._usable = True
-                return entries
-            self._next_epoch(self._epochs[0])
+            remaining, skipped = self._epochs[0], self._lost.get("skipped", 0)
+            if not self._coming:
+                places = remaining.positions(self.number, self._readers, self._read, _AHEAD)
+                self._coming = self._items.items(remaining.epoch, places)[::-1]
+            entries = self._at(remaining.epoch, self._coming[-1]) if self._coming else None
+            if entries is None:
+                self._next_epoch(remaining.epoch)
+                continue
+            self._coming.pop()
+            self._read += 1
+            self._tried += 1
+            self._any_sample = self._any_sample or len(entries) > 0
+            if not self._usable:
+                self._usable = len(entries) > 0 or self._lost.get("skipped", 0) == skipped
+            return entries
         return None
 
-    def _next_item(self) -> int | None:
-        """The next item of the current epoch; None at its end, if that is known."""
-        if not self._coming:
-            remaining = self._epochs[0]
-            places = remaining.positions(self.number, self._readers, self._read, _AHEAD)
-            self._coming = self._items.items(remaining.epoch, places)[::-1]
-        return self._coming[-1] if self._coming else None
-
-    def _next_epoch(self, remaining: RemainingEpoch) -> None:
+    def _next_epoch(self, epoch: int) -> None:
         """Continue with the next remaining epoch, or with a new one if the stream is endless."""
-        self._check_skipped()
+        few = self._readers > 1 and self._tried < _FEW
+        if self._first_error is not None and not self._usable and not few:
+            raise InputError(
+                f"reader {self.number} of {self._readers} skipped all of the {self._tried} items "
+                f"that it read. The first error: {self._first_error}"
+            )
         if len(self._epochs) == 1 and not self._endless:
             self._ended = True
             return
         if len(self._epochs) == 1:
             self._empty_epochs = 0 if self._any_sample else self._empty_epochs + 1
-            self._check_found(remaining.epoch)
-            self._epochs.append(RemainingEpoch(remaining.epoch + 1, self._items.count))
+            self._check_any_sample(epoch)
+            self._epochs.append(RemainingEpoch(epoch + 1, self._items.count))
             self._any_sample = False
         del self._epochs[0]
         self._read, self._coming = 0, []
 
-    def _check_found(self, epoch: int) -> None:
+    def _check_any_sample(self, epoch: int) -> None:
         """Raise if no sample can be expected. A shuffled epoch may give this reader others."""
         if not self._empty_epochs:
             return
@@ -629,59 +592,41 @@ class PoolReader:
         try:
             samples = self._items.read(epoch, item)
         except SampleError as error:
-            if not self._skip or self._items.failed:
-                raise
-            self._skipped(error)
+            self._skip(error)
             return []
         if samples is None:
             return None
-        if len(samples) == 1:
-            return self._entries(epoch, *samples[0])
-        return [
-            entry
-            for sample_id, sample in samples
-            for entry in self._entries(epoch, sample_id, sample)
-        ]
-
-    def _restored(self, state: ReaderState) -> list[Entry]:
-        """The pool of a state. Reads in order of items, which is cheap for every source."""
-        keys: dict[tuple[int, int], list[Waiting]] = {}
-        for key in state.waiting:
-            keys.setdefault((key[0], key[1]), []).append(key)
-        entries: dict[Waiting, list[Entry]] = {}
-        for epoch, sample_id in sorted(keys, key=lambda s: (s[0], item_and_part(s[1]))):
+        entries = []
+        for sample_id, sample in samples:
             try:
-                policies = state.policies or (self._batcher.policy,)
-                entries |= self._again(keys[epoch, sample_id], policies)
+                entries += self._entries(epoch, sample_id, sample)
             except SampleError as error:
-                if not self._skip or self._items.failed:
-                    raise
-                self._skipped(error)
-        return [entry for key in state.waiting for entry in entries.get(key, ())]
+                self._skip(error)
+        return entries
 
-    def _again(
-        self, keys: list[Waiting], policies: Sequence[OverflowPolicy]
-    ) -> dict[Waiting, list[Entry]]:
-        """The entries of segments of a sample that this or another reader has read before. They
-        are divided if they no longer fit."""
-        epoch, sample_id = keys[0][:2]
-        sample = self._items.again(epoch, sample_id)
-        length, policy = self._length(sample_id, sample), self._batcher.policy
-        usual = policy.by_start(length)
-        entries: dict[Waiting, list[Entry]] = {}
-        for key in keys:
-            before = waiting_segment(key, length, policies)
-            segments = policy.divide(before)
-            if segments is None:
-                raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
-            if not segments or segments[-1].end < before.end:
-                self._lose("truncated" if segments else "dropped")
-            entries[key] = []
-            for segment in segments:
-                entry = self._entry(epoch, sample_id, sample, length, segment)
-                if usual.get(segment.start) != segment:
-                    entry = entry._replace(key=[epoch, sample_id, *segment])
-                entries[key].append(entry)
+    def _entries(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
+        """The entries of a sample, after `recipe.overflow` is applied."""
+        length, longest = self._length(sample_id, sample), self._batcher.longest
+        if (longest is None or length <= longest) and not self._batcher.sample_columns.names:
+            key = [epoch, sample_id, 0]
+            return [Entry(epoch, sample_id, 0, length, length, length, (), sample, key)]
+        return self._divided(epoch, sample_id, sample, length, Segment(0, length, length))
+
+    def _divided(
+        self, epoch: int, sample_id: int, sample: Sample, length: int, segment: Segment
+    ) -> list[Entry]:
+        """The entries of a segment of a sample of this length, divided if it does not fit."""
+        parts, columns = self._batcher.policy.divide(segment), self._batcher.sample_columns
+        if parts is None:
+            raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
+        try:
+            entries = [entry_of(epoch, sample_id, sample, length, part, columns) for part in parts]
+        except SampleError:
+            raise
+        except Exception as error:
+            raise unreadable(sample_id, error) from error
+        if not parts or parts[-1].end < segment.end:
+            self._lose("truncated" if parts else "dropped")
         return entries
 
     def _length(self, sample_id: int, sample: Sample) -> int:
@@ -696,41 +641,46 @@ class PoolReader:
             )
         return length
 
-    def _entries(self, epoch: int, sample_id: int, sample: Sample) -> list[Entry]:
-        """The entries of a sample, after `recipe.overflow` is applied; none if it is unreadable and
-        may be skipped."""
-        longest, columns = self._batcher.longest, self._batcher.sample_columns
-        try:
-            length = self._length(sample_id, sample)
-            if (longest is None or length <= longest) and not columns.names:
-                key = [epoch, sample_id, 0]
-                return [Entry(epoch, sample_id, 0, length, length, length, (), sample, key)]
-            segments = self._batcher.policy.segments(length)
-            if segments is None:
-                raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
-            entries = [self._entry(epoch, sample_id, sample, length, each) for each in segments]
-        except SampleError as error:
-            if not self._skip:
-                raise
-            self._skipped(error)
-            return []
-        if not entries or entries[0].end < length:
-            self._lose("truncated" if entries else "dropped")
+    # Resuming ----------------------------------------------------------------------------------
+
+    def _restored(self, state: ReaderState) -> list[Entry]:
+        """The pool of a state. Reads in order of items, which is cheap for every source."""
+        keys: dict[tuple[int, int], list[Waiting]] = {}
+        for key in state.waiting:
+            keys.setdefault((key[0], key[1]), []).append(key)
+        policies = state.policies or (self._batcher.policy,)
+        entries: dict[tuple[int, ...], list[Entry]] = {}
+        for sample in sorted(keys, key=lambda sample: (sample[0], item_and_part(sample[1]))):
+            try:
+                entries |= self._again(*sample, keys[sample], policies)
+            except SampleError as error:
+                self._skip(error)
+        return [entry for key in state.waiting for entry in entries.get(tuple(key), ())]
+
+    def _again(
+        self, epoch: int, sample_id: int, keys: list[Waiting], policies: Sequence[OverflowPolicy]
+    ) -> dict[tuple[int, ...], list[Entry]]:
+        """The entries of segments of a sample that this or another reader has read before."""
+        sample = self._items.again(epoch, sample_id)
+        length = self._length(sample_id, sample)
+        usual = set(self._batcher.policy.segments(length) or ())
+        entries: dict[tuple[int, ...], list[Entry]] = {}
+        for key in keys:
+            before = _segment_of(key, length, policies)
+            entries[tuple(key)] = [
+                entry if part in usual else entry._replace(key=[epoch, sample_id, *part])
+                for entry in self._divided(epoch, sample_id, sample, length, before)
+                for part in [Segment(entry.start, entry.length, entry.end)]
+            ]
         return entries
 
-    def _entry(
-        self, epoch: int, sample_id: int, sample: Sample, length: int, segment: Segment
-    ) -> Entry:
-        try:
-            columns = self._batcher.sample_columns
-            return entry_of(epoch, sample_id, sample, length, segment, columns)
-        except SampleError:
-            raise
-        except Exception as error:
-            raise unreadable(sample_id, error) from error
+    # Lost samples ------------------------------------------------------------------------------
 
-    def _skipped(self, error: SampleError) -> None:
-        """Count a sample that is skipped; warn of the first, which may be due to a bug."""
+    def _skip(self, error: SampleError) -> None:
+        """Count a sample that is skipped, or raise if none may be. Warn of the first, which may be
+        due to a bug."""
+        if not self._may_skip or self._items.failed:
+            raise error
         if self._first_error is None:
             self._first_error = cause_of(error)
             warnings.warn(
@@ -738,17 +688,25 @@ class PoolReader:
             )
         self._lose("skipped")
 
-    def _check_skipped(self) -> None:
-        """Raise if every item so far was skipped, unless these are few of many readers' items."""
-        few = self._readers > 1 and self._tried < _FEW
-        if self._first_error is not None and not self._usable and not few:
-            raise InputError(
-                f"reader {self.number} of {self._readers} skipped all of the {self._tried} items "
-                f"that it read. The first error: {self._first_error}"
-            )
-
     def _lose(self, reason: str) -> None:
-        self._lost[reason] = self._lost.get(reason, 0) + 1
+        for counts in (self._lost, self._new):
+            counts[reason] = counts.get(reason, 0) + 1
+
+
+def _segment_of(key: Waiting, length: int, policies: Sequence[OverflowPolicy]) -> Segment:
+    """The tokens of a waiting segment, given the length of its sample."""
+    if len(key) == 5:
+        segments = [Segment(*key[2:])]
+    else:
+        segments = policies[key[3] if len(key) == 4 else 0].segments(length) or []
+    for segment in segments:
+        if segment.start == key[2] and segment.end <= length:
+            return segment
+    raise CursorError(
+        f"the cursor names tokens of sample {sample_name(key[1])} from token {key[2]} on, but it "
+        f"has {length} tokens now, so the data has changed. Restore the data, or start without the "
+        f"cursor."
+    )
 
 
 def _distinct(
@@ -772,39 +730,6 @@ def _distinct(
     segments = replace(micro.segments, sample=np.array(sample_ids, np.int64))
     renamed = [entry._replace(sample_id=i) for entry, i in zip(taken, sample_ids, strict=True)]
     return replace(micro, segments=segments), renamed
-
-
-def warn_lost(lost: Mapping[str, int], reader: PoolReader) -> None:
-    """Warn of samples that were lost after the last step."""
-    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(lost.items()))
-    if counts:
-        warnings.warn(
-            f"reader {reader.number} lost samples after its last step: {counts}. They are not in "
-            f"`lost` of any step.",
-            stacklevel=3,
-        )
-
-
-def count_steps(
-    states: Sequence[ReaderState],
-    firsts: Sequence[int],
-    workers: int,
-    items: ItemLengths,
-    batcher: PoolBatcher,
-    skip: bool,
-) -> IntArray:
-    """How many steps each reader makes by itself. The first of them has the number `firsts[i]`."""
-    counts = []
-    for state, first in zip(states, firsts, strict=True):
-        counted: Any = items
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of skipped samples: warned of when they are run
-            reader = PoolReader(state, counted, batcher, int, endless=False, skip=skip)
-            count = 0
-            while reader.step(first + count * workers) is not None:
-                count += 1
-        counts.append(count)
-    return np.array(counts, np.int64)
 
 
 def common_steps(counts: IntArray, workers: int) -> list[int]:

@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,9 +109,10 @@ class Stream(ABC):
         """Number of steps in an epoch; may be an estimate."""
 
     @property
-    @abstractmethod
     def ends_together(self) -> bool:
-        """Whether all ranks of a finite stream end after the same step."""
+        """Whether all ranks of a finite stream end after the same step. All ranks of a planned
+        stream have the same plan and take part in every step."""
+        return True
 
     def __len__(self) -> int:
         """Steps of one pass: those of an epoch, which may be an estimate (see `steps_per_epoch`),
@@ -195,7 +196,11 @@ class Stream(ABC):
         count = f"{len(source)} {items}, " if has_random_access(source) else ""
         identity = {"data": f"{count}{source.fingerprint if name is None else name}"}
         if measured:
-            identity["lengths"] = lengths_digest(source)  # type: ignore[arg-type]
+            # Of all lengths of up to 262,144 samples; of 4096, evenly spread, of more. A sample
+            # that was edited usually has another length.
+            known = cast("MeasuredSource", source)
+            seen = known.lengths_of(digested_entries(len(known), ALL_DIGESTED))
+            identity["lengths"] = values_digest(len(known), seen)
         if is_seeded(source):
             identity["seed of samples"] = str(self.seed)
         return identity
@@ -257,15 +262,6 @@ def check_lengths(source: MeasuredSource, recipe: Recipe) -> None:
         raise SampleError(refusal(*first, recipe, more=count - 1))
 
 
-def lengths_digest(source: MeasuredSource) -> str:
-    """A digest of all lengths of up to 262,144 samples; of 4096, evenly spread, of more.
-
-    A sample that was edited usually has another length.
-    """
-    items = digested_entries(len(source), ALL_DIGESTED)
-    return values_digest(len(source), source.lengths_of(items))
-
-
 def estimated_tokens(source: MeasuredSource) -> float:
     """The number of tokens of all samples, from the lengths of up to 4096 of them."""
     if not len(source):
@@ -304,14 +300,20 @@ class SampleLookup:
 
     def __getitem__(self, sample_id: int) -> Sample | None:
         try:
-            sample = self._read(sample_id)
+            draw = Draw(sample_id, self.epoch, self.seed) if self._seeded else None
+            samples = read_samples(self.source, sample_id, None, draw)
+            if len(samples) != 1:
+                raise SampleError(
+                    f"item {sample_name(sample_id)} has {len(samples)} samples; a planned stream "
+                    f"expects one per item. Use a PooledStream for items of several samples."
+                )
         except SampleError as error:
             if self.on_error == "raise":
                 raise
             self._skip(sample_id, error)
             return None
         self._tally.any_read = True
-        return sample
+        return samples[0][1]
 
     def _skip(self, sample_id: int, error: SampleError) -> None:
         tally = self._tally
@@ -326,16 +328,6 @@ class SampleLookup:
                 f"all of the first {len(tally.skipped)} samples were skipped. The first error: "
                 f"{tally.first}"
             ) from error
-
-    def _read(self, sample_id: int) -> Sample:
-        draw = Draw(sample_id, self.epoch, self.seed) if self._seeded else None
-        samples = read_samples(self.source, sample_id, None, draw)
-        if len(samples) != 1:
-            raise SampleError(
-                f"item {sample_name(sample_id)} has {len(samples)} samples; a planned stream "
-                f"expects one per item. Use a PooledStream for items of several samples."
-            )
-        return samples[0][1]
 
 
 @dataclass(slots=True)
@@ -381,13 +373,12 @@ def empty_step(before: Step | None, recipe: Recipe) -> Step:
     """A step without work for this rank: as many empty micro-batches as the step before had."""
     empty: MicroBatch = micro_batch([], recipe)
     if before is None:
-        count = recipe.steps.micro_batches or 1
-        return Step(
-            number=0,
+        before = Step(
+            number=-1,
             epoch=0,
-            micro_batches=(empty,) * count,
+            micro_batches=(empty,) * (recipe.steps.micro_batches or 1),
             samples={},
-            cursor=Cursor(identity={}, step=0, position={}),
+            cursor=Cursor(identity={}, step=-1, position={}),
             budget=recipe.layout.budget,
             ranks=recipe.topology.dp,
         )
@@ -424,27 +415,21 @@ def separate_lengths(step: Step, limit: int) -> Step:
             "separate_lengths needs micro-batches that are not collated yet. Collate with the "
             "Runner."
         )
-    waves = [True] * len(step) if step.plan is None else _mixed_waves(step.plan, limit)
-    if step.plan is not None:
-        _check_groups(step.plan, limit)
-    parts = [part for micro, mixed in zip(step.micro_batches, waves, strict=True)
-             for part in (_sides(micro, limit) if mixed else [micro])]  # fmt: skip
-    if step.plan is not None and parts:
-        missing = -len(parts) % step.plan.recipe.topology.multiple
+    plan, waves = step.plan, [True] * len(step)
+    if plan is not None:
+        _check_groups(plan, limit)
+        (ranks,) = list(plan)
+        lengths = [[micro.segments.length for micro in wave] for wave in zip(*ranks, strict=True)]
+        waves = [any(len(np.unique(each > limit)) == 2 for each in wave) for wave in lengths]
+    parts: list[MicroBatch] = []
+    for micro, mixed in zip(step.micro_batches, waves, strict=True):
+        long = micro.segments.length > limit
+        parts += [_part(micro, ~long), _part(micro, long)] if mixed else [micro]
+    if plan is not None and parts:
+        missing = -len(parts) % plan.recipe.topology.multiple
         parts += [_part(parts[0], np.zeros(len(parts[0].segments), bool))] * missing
     totals = {name: value for name, value in step.totals.items() if "imbalance" not in name}
     return replace(step, micro_batches=tuple(parts), totals=totals, _read={})
-
-
-def _mixed_waves(plan: Plan, limit: int) -> list[bool]:
-    """Per wave, whether the micro-batch of any rank holds both short and long segments."""
-    (ranks,) = list(plan)
-    waves = zip(*ranks, strict=True)
-    return [any(_is_mixed(micro.segments.length > limit) for micro in wave) for wave in waves]
-
-
-def _is_mixed(long: NDArray[np.bool_]) -> bool:
-    return bool(long.any() and not long.all())
 
 
 def _check_groups(plan: Plan, limit: int) -> None:
@@ -460,12 +445,6 @@ def _check_groups(plan: Plan, limit: int) -> None:
         )
 
 
-def _sides(micro: MicroBatch, limit: int) -> Iterator[MicroBatch]:
-    """The short segments, then the long ones; either may be empty."""
-    long = micro.segments.length > limit
-    yield from (_part(micro, side) for side in (~long, long))
-
-
 def _part(micro: MicroBatch, keep: NDArray[np.bool_]) -> MicroBatch:
     """The segments to `keep` in the same rows; rows are as wide as needed, and none is empty unless
     all are."""
@@ -474,7 +453,7 @@ def _part(micro: MicroBatch, keep: NDArray[np.bool_]) -> MicroBatch:
     sizes = sizes[sizes > 0] if len(rows) else np.zeros(1, np.int64)
     offsets = offsets_of(sizes.astype(np.int64))
     aligned = rounded_up(micro.segments.length[keep], micro.alignment)
-    used = np.diff(np.concatenate(([0], np.cumsum(aligned)))[offsets])
+    used = np.diff(offsets_of(aligned)[offsets])
     return replace(
         micro,
         segments=micro.segments.take(np.flatnonzero(keep)),

@@ -12,10 +12,9 @@ from torch.utils.data import Dataset
 from evenstep.core.plan import MicroBatch
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
-from evenstep.data.planned import PlannedStream
+from evenstep.data.planned import PlannedStream, StreamPosition
 from evenstep.data.pool import micro_batch
 from evenstep.data.source import Progress
-from evenstep.data.steps import StreamPosition
 from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.dataloader import Collate, refuse_dispatching
 
