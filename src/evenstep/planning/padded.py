@@ -104,7 +104,7 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     """(address of each unit, waves): the cuts with the least modelled time.
 
     Without `wanted`, the number of waves is searched among the fewest and two more multiples of
-    the pipeline's (four for few units), which must save `recipe.saving` of the time with the
+    the pipeline's (up to four for few units), which must save `recipe.saving` of the time with the
     fewest. More waves are taken if the greedy cut needs them and is faster.
 
     With another balance than "refined", the cuts have the fewest slots, and that balance deals
@@ -119,8 +119,16 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
         return divider.by_balance(count), count
     if wanted is not None:
         return without_empty(problem, divider.exchanged(divider.at(count))).address, count
-    more = 0 if layout.static else 4 if len(problem.units) <= FEW else 2
-    counts = [divider.fewest, *more_counts(divider.fewest, recipe, more)]
+    counts = [divider.fewest]
+    if not layout.static:
+        # Trainers fix the most micro-batches of a step: without a price, few more than needed.
+        most = max(divider.fewest + 2 * multiple, divider.fewest_shared)
+        priced = recipe.cost.per_micro_batch > 0
+        counts += [
+            count
+            for count in more_counts(divider.fewest, recipe, 4 if len(problem.units) <= FEW else 2)
+            if priced or count <= most
+        ]
     tried = [divider.at(counts[0])]
     for count in counts[1:]:
         if divider.floor(count) < min(each.time for each in tried) * (1 - recipe.saving):

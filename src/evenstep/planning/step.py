@@ -285,6 +285,11 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
         if problem.floor(tried[at].waves) < least:
             tried[at] = search.thorough(tried[at])
     best = tried[first_worth([each.time for each in tried], saving)]
+    filled_waves, wave = np.unique(best.address // problem.per_wave, return_inverse=True)
+    waves = rounded_up(max(len(filled_waves), 1), problem.recipe.topology.multiple)
+    if search.joint and wanted is None and waves < best.waves:  # leave out waves without units
+        address = wave * problem.per_wave + best.address % problem.per_wave
+        best = faster(problem, best, address, waves) or best
     best = without_empty(problem, best) if search.joint else best
     return best.address, best.waves
 

@@ -404,7 +404,7 @@ def without_empty(problem: Problem, best: Packing) -> Packing:
             address[members[problem.units.cost[members].argmin()]] = empty
             number[fullest], number[empty] = number[fullest] - 1, 1
     time = problem.time(problem.works(address, waves))
-    return Packing(address, waves, time) if time <= best.time else best
+    return Packing(address, waves, time) if time <= best.time * (1 + 1e-12) else best
 
 
 def more_counts(fewest: int, recipe: Recipe, number: int = 2) -> list[int]:
