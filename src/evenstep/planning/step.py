@@ -25,6 +25,7 @@ from evenstep.core.recipe import Recipe
 from evenstep.errors import PlanError
 from evenstep.planning.construct import (
     BEST_FIT,
+    dealt,
     fill_bins,
     filled,
     kinds_apart,
@@ -290,8 +291,18 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
     if search.joint and wanted is None and waves < best.waves:  # leave out waves without units
         address = wave * problem.per_wave + best.address % problem.per_wave
         best = faster(problem, best, address, waves) or best
-    best = without_empty(problem, best) if search.joint else best
+    if search.joint and not (problem.kinds_matter or problem.recipe.equal_sizes):
+        best = _dealt_again(problem, without_empty(problem, best))
     return best.address, best.waves
+
+
+def _dealt_again(problem: Problem, best: Packing) -> Packing:
+    """The packs dealt to ranks anew, as exchanges do not look at the sums of ranks within waves."""
+    if problem.by_rank(best.waves):
+        return best
+    address = dealt(problem, best.address, best.waves)
+    time = problem.time(problem.works(address, best.waves))
+    return Packing(address, best.waves, time) if time <= best.time * (1 + 1e-12) else best
 
 
 def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Iterator[int]:
