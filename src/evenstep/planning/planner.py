@@ -206,7 +206,10 @@ class _Work:
         ids = None if groups is None else checked_groups(groups, n)
         limited = {name: checked_column(name, columns, n) for name in recipe.columns}
         limit = recipe.longest_segment
-        over = refused(counts, limit, recipe.overflow)
+        if limit is not None and counts.max(initial=0) > limit:
+            over = refused(counts, limit, recipe.overflow)
+        else:
+            over = counts[:0]
         if len(over):
             first = int(over[0])
             raise PlanError(refusal(called[first], int(counts[first]), recipe, len(over) - 1))

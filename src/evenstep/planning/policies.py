@@ -286,6 +286,8 @@ def divide_cuts(ends: IntArray, widths: IntArray, wanted: int) -> IntArray:
 
     ends [2, 3, 4] with widths [2, 6, 8, 8], 4 wanted -> [1, 2, 3, 4]: the first is divided.
     """
+    if len(ends) >= wanted:
+        return ends
     held = [_largest_first(a, b, widths) for a, b in pairwise([0, *ends.tolist()])]
     heapq.heapify(held)
     while len(held) < wanted and held[0][0] < 0:

@@ -292,17 +292,14 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
         address = wave * problem.per_wave + best.address % problem.per_wave
         best = faster(problem, best, address, waves) or best
     if search.joint and not (problem.kinds_matter or problem.recipe.equal_sizes):
-        best = _dealt_again(problem, without_empty(problem, best))
+        best = without_empty(problem, best)
+        if not problem.by_rank(best.waves):
+            # Exchanges do not look at the sums of ranks within waves: deal packs to ranks anew.
+            address = dealt(problem, best.address, best.waves)
+            time = problem.time(problem.works(address, best.waves))
+            if time <= best.time * (1 + 1e-12):
+                best = Packing(address, best.waves, time)
     return best.address, best.waves
-
-
-def _dealt_again(problem: Problem, best: Packing) -> Packing:
-    """The packs dealt to ranks anew, as exchanges do not look at the sums of ranks within waves."""
-    if problem.by_rank(best.waves):
-        return best
-    address = dealt(problem, best.address, best.waves)
-    time = problem.time(problem.works(address, best.waves))
-    return Packing(address, best.waves, time) if time <= best.time * (1 + 1e-12) else best
 
 
 def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Iterator[int]:
@@ -439,7 +436,15 @@ class _Search:
         if not self.exchanged or best.time <= (self.near(EVEN, waves) if by_rank else enough):
             return best
         if units <= TINY and self.additive and not self.grouped and not problem.recipe.equal_sizes:
-            best, proved = self.best_of_all(best)
+            moving = problem.time(problem.loads(best.address, waves, problem.units.cost))
+            goal = moving - (best.time - problem.floor(waves) * EVEN)
+            order = np.lexsort((-problem.units.size, -problem.units.cost))
+            address, proved = problem.search_all(order, best.address, waves, moving, goal)
+            best = without_empty(problem, best)
+            other = faster(problem, None, address, waves)
+            if other is not None:
+                other = without_empty(problem, other)
+                best = other if other.time < best.time else best
             if proved:
                 return best
         for seed in range(STARTS if units <= SMALL else 1):
@@ -455,18 +460,6 @@ class _Search:
             other = self.improved(other, THOROUGH)
             best = other if other.time < best.time else best
         return best
-
-    def best_of_all(self, best: Packing) -> tuple[Packing, bool]:
-        """(the fastest packs, whether that is proved) by a search of all, for a while."""
-        problem, units, waves = self.problem, self.problem.units, best.waves
-        moving = problem.time(problem.loads(best.address, waves, units.cost))
-        goal = moving - (best.time - problem.floor(waves) * EVEN)
-        order = np.lexsort((-units.size, -units.cost))
-        address, proved = problem.search_all(order, best.address, waves, moving, goal)
-        best = without_empty(problem, best)
-        other = faster(problem, None, address, waves)
-        other = best if other is None else without_empty(problem, other)
-        return other if other.time < best.time else best, proved
 
     def improved(self, best: Packing, phases: Phases, seed: int = 0) -> Packing:
         """The packs after exchanges, if these make them faster."""
