@@ -121,14 +121,12 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
         return without_empty(problem, divider.exchanged(divider.at(count))).address, count
     counts = [divider.fewest]
     if not layout.static:
-        # Trainers fix the most micro-batches of a step: without a price, few more than needed.
-        most = max(divider.fewest + 2 * multiple, divider.fewest_shared)
-        priced = recipe.cost.per_micro_batch > 0
-        counts += [
-            count
-            for count in more_counts(divider.fewest, recipe, 4 if len(problem.units) <= FEW else 2)
-            if priced or count <= most
-        ]
+        # Trainers fix the most micro-batches of a step: without a price, few more than needed, or
+        # as many as the greedy cut has.
+        priced = recipe.cost.per_micro_batch > 0 and len(problem.units) <= FEW
+        more = {*more_counts(divider.fewest, recipe, 4 if priced else 2), divider.fewest_shared}
+        most = recipe.steps.micro_batches or max(more)
+        counts += sorted(count for count in more if divider.fewest < count <= most)
     tried = [divider.at(counts[0])]
     for count in counts[1:]:
         if divider.floor(count) < min(each.time for each in tried) * (1 - recipe.saving):
