@@ -1,7 +1,7 @@
 """Checks of a plan, one function for each guarantee. They use the `Plan` alone.
 
 Each check returns a list of faults as sentences; an empty list means that the guarantee holds.
-`CHECKS` holds all of them by name.
+`CHECKS` holds all of them by name; `evenstep check` prints their docstrings.
 """
 
 from __future__ import annotations
@@ -371,10 +371,7 @@ def _by_wave(plan: Plan, values: IntArray) -> list[tuple[int, IntArray]]:
 
 
 def order_kept(plan: Plan) -> list[str]:
-    """With `balance="none"`, micro-batches take the samples in order, and ranks take turns.
-
-    Micro-batches run wave by wave and, in a wave, rank by rank.
-    """
+    """With `balance="none"`, micro-batches take the samples in order, and ranks take turns."""
     filled = np.flatnonzero(np.diff(plan.segment_offsets))
     if plan.recipe.balance != "none" or len(filled) == 0:
         return []

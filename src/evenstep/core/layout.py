@@ -46,6 +46,7 @@ PackerName: TypeAlias = Literal[
     "best_fit_decreasing",
     "optimal",
 ]
+"""The names in `PACKERS` of `planning.packers`."""
 PACKER_NAMES: tuple[PackerName, ...] = get_args(PackerName)
 Packer: TypeAlias = Callable[[IntArray, int, int], Ragged]
 """(lengths, capacity, seed) -> the items of each bin. Pure."""

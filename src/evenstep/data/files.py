@@ -160,7 +160,7 @@ class Shards(ABC):
 
     `shards` holds the first item of every file, and the number of all: files of 3, 0 and 2 items
     -> [0, 3, 3, 5]. A reader that takes whole files takes `shards[k]` to `shards[k + 1]`. Every
-    process opens the files on first use.
+    process opens all files on first use and keeps what `_open` returned.
     """
 
     paths: list[Path]
