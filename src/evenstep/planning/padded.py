@@ -51,7 +51,7 @@ _NARROWER, _WIDER, _SWAP, _MOVE, _MERGE, _SPLIT = -1, 1, 0, 2, 3, 4
 TINY = 24  # units up to which all assignments are tried
 FEW = 256  # units that are exchanged
 EVEN = 1 + 1e-9  # a time this close to its floor is final
-_SHIFTED = 1024  # units up to which even waves are tried
+_SHIFTED = 2048  # units up to which even waves are tried
 _WORTH = 1.02  # times over the least that exchanges may still make the least
 _PHASES = ((4, 0.3, 3_000), (5, 0.02, 3_000), (7, 0.005, 3_000), (9, 0.001, 2_000))
 
@@ -223,7 +223,7 @@ class _Divider:
         else:
             rows, ranks = self.rows, self.ranks
             if len(rows.price) <= _SHIFTED:
-                cuts.append(even_waves(rows, cheapest, ranks, count))
+                cuts += [cut for cut in self._even_waves(count) if len(cut)]
             ends = min(cuts, key=lambda cut: float(levels_of(rows, cut, ranks, count).sum()))
             yield self.dealt(ends, count, "refined", "micro_batch")
             for relative in (True, False):
@@ -231,6 +231,15 @@ class _Divider:
             yield self.dealt(ends, count, "refined", "micro_batch")
         if count >= self.fewest_shared:
             yield self.shared.address(count)
+
+    def _even_waves(self, count: int) -> Iterator[IntArray]:
+        """Cuts of even waves, from the cheapest blocks on, and from one unit per block on."""
+        n, each = len(self.rows.price), np.arange(count, -1, -1) * self.ranks
+        ends = np.concatenate(([0], self.cheapest(count)))
+        yield even_waves(self.rows, ends[np.maximum(len(ends) - 1 - each, 0)], self.ranks)
+        starts = np.maximum(n - each, 0)
+        starts[0] = 0  # the narrowest wave has all that is left
+        yield even_waves(self.rows, starts, self.ranks)
 
     def _by_rank(self, ends: IntArray, rank_of: IntArray) -> IntArray:
         """The address of each unit where every rank runs its blocks most expensive first."""
@@ -534,17 +543,14 @@ def capped_starts(units: Rows, level: float) -> IntArray:
 
 
 @kernel
-def even_waves(units: Rows, ends: IntArray, ranks: int, waves: int) -> IntArray:
+def even_waves(units: Rows, starts: IntArray, ranks: int) -> IntArray:
     """The ends of blocks where each wave is contiguous and cut as evenly as its ranks allow.
 
-    Waves begin as groups of the given blocks. Where one ends and the next begins shifts, by ever
-    smaller steps, while that lowers the sum of their most expensive blocks.
+    `starts` is where each wave begins at first, and the number of units. Where one ends and the
+    next begins shifts, by ever smaller steps, while that lowers the sum of their most expensive
+    blocks. Empty if units do not fit so.
     """
-    n = units.price.shape[0]
-    bounds = np.zeros(waves + 1, np.int64)
-    for wave in range(waves):
-        last = ends.shape[0] - 1 - (waves - 1 - wave) * ranks
-        bounds[wave + 1] = ends[last] if last >= 0 else 0
+    n, waves, bounds = units.price.shape[0], starts.shape[0] - 1, starts.copy()
     level = np.zeros(waves)
     for wave in range(waves):
         level[wave] = even_level(units, bounds[wave], bounds[wave + 1], ranks)
@@ -562,6 +568,8 @@ def even_waves(units: Rows, ends: IntArray, ranks: int, waves: int) -> IntArray:
                     bounds[at], level[at - 1], level[at] = middle, below, above
                     lowered = True
         step = step if lowered else step // 2
+    if level.max() == np.inf:
+        return bounds[:0]
     found = np.empty(waves * ranks, np.int64)
     count = 0
     for wave in range(waves):
