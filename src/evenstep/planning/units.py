@@ -391,13 +391,23 @@ def faster(problem: Problem, best: Packing | None, address: IntArray, waves: int
 
 
 def without_empty(problem: Problem, best: Packing) -> Packing:
-    """The packs with a unit in every empty one that its rank can fill, if that is as fast."""
+    """The packs with a unit in every empty one that its rank or wave can fill, if as fast."""
+    for same_rank in (True, False):
+        best = _fill_empty(problem, best, same_rank)
+    return best
+
+
+def _fill_empty(problem: Problem, best: Packing, same_rank: bool) -> Packing:
+    """The packs with a unit of the same rank, or of the same wave, in every empty one."""
     ranks, waves, address = problem.ranks, best.waves, best.address.copy()
     number = np.bincount(address, minlength=waves * problem.per_wave)
     if number.min() > 0 or problem.rows > 1 or problem.kinds_matter:
         return best
     for empty in np.flatnonzero(number == 0):
-        packs = np.arange(empty % ranks, ranks * waves, ranks)
+        first = empty // ranks * ranks
+        packs = np.arange(first, first + ranks)
+        if same_rank:
+            packs = np.arange(empty % ranks, ranks * waves, ranks)
         fullest = packs[number[packs].argmax()]
         if number[fullest] > 1:
             members = np.flatnonzero(address == fullest)
