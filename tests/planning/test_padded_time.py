@@ -282,3 +282,11 @@ def test_steps_of_micro_batches_keep_their_number(
         sync_every=sync_every,
     )
     assert_valid_plan(make_plan(lengths, recipe))
+
+
+def test_the_last_step_may_have_as_many_micro_batches_as_others_but_no_more() -> None:
+    for asked, slots in ((1, [24]), (2, [8, 2]), (3, [8, 2])):
+        recipe = Recipe(layout=Padded(max_tokens=24), steps=Steps(micro_batches=asked))
+        plan = make_plan([8, 1, 1], recipe)
+        assert_valid_plan(plan)
+        assert plan.slots.tolist() == slots
