@@ -164,6 +164,13 @@ FAULTS = {
             p, recipe=Recipe(layout=Packed(max_tokens=8), steps=Steps(micro_batches=4))
         ),
     ),
+    "the last step has too many micro-batches": Fault(
+        "samples_stay_in_step",
+        Recipe(layout=Packed(max_tokens=20), steps=Steps(micro_batches=2)),
+        lambda p: changed(
+            p, recipe=Recipe(layout=Packed(max_tokens=20), steps=Steps(micro_batches=1))
+        ),
+    ),
     "steps of samples end with an empty one": Fault(
         "samples_stay_in_step",
         Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2), steps=Steps(samples=4)),
@@ -317,6 +324,11 @@ FAULTS = {
         Recipe(layout=Packed(max_tokens=16), limits=Limits(columns={"patches": 5})),
         lambda p: changed(p, columns={"patches": np.full(8, 6)}),
         {"columns": {"patches": [1] * 8}},
+    ),
+    "a row that may run alone costs too much because it is wider than it needs": Fault(
+        "limits_hold",
+        Recipe(layout=Padded(max_tokens=16), limits=Limits(cost=8), overflow="alone"),
+        lambda p: changed(p, widths=np.where(p.widths == 8, 9, p.widths)),
     ),
     "a wave has two widths": Fault(
         "tokens_equal",

@@ -12,11 +12,12 @@ from evenstep import (
     Packed,
     Padded,
     Recipe,
+    SecondWork,
     Steps,
     Topology,
     make_plan,
 )
-from tests.internals import Floor, Floors
+from tests.internals import Floor, Floors, step_times
 
 
 def floor(lengths: list[int], recipe: Recipe, **about: Any) -> Floor:
@@ -172,3 +173,14 @@ def test_slots_before_are_those_of_padded_batches_of_8_in_order(overflow: Any) -
         assert stats["slots_before"] == batches.slots.sum()
     total = sum(stats["slots_before"] for stats in plan.step_stats())
     assert plan.stats()["slots_before"] == total
+
+
+def test_a_second_work_without_a_cost_is_as_large_as_the_first_in_every_step() -> None:
+    recipe = Recipe(
+        layout=Packed(max_tokens=8),
+        steps=Steps(samples=2),
+        second_work=SecondWork(column="patches"),
+    )
+    plan = make_plan([6, 2, 3, 1], recipe, columns={"patches": [4, 4, 1, 0]})
+    assert step_times(plan).tolist() == [8 + 8, 4 + 4]  # patches count 1 each, then 4
+    assert [Floors(plan).of_step(step).time for step in range(2)] == [16, 8]

@@ -93,6 +93,21 @@ def test_each_address_gets_one_pack(ranks: int, waves: int, seed: int, balance: 
         assert sorted(address) == list(range(ranks * waves))
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_no_swap_within_a_wave_makes_the_sums_of_ranks_more_even(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ranks, waves = int(rng.integers(2, 7)), int(rng.integers(1, 7))
+    costs = rng.lognormal(3, 1, ranks * waves)
+    by_address = np.empty(ranks * waves)
+    by_address[deal_packs(costs, ranks, "refined", "micro_batch")] = costs
+    by_wave = by_address.reshape(waves, ranks)
+    load = by_wave.sum(axis=0)
+    heavy = load.argmax()
+    gain = by_wave[:, heavy, None] - by_wave
+    reached = np.maximum(load[heavy] - gain, load + gain)
+    assert (np.delete(reached, heavy, axis=1) >= load[heavy] * (1 - 1e-8)).all()
+
+
 def test_each_way_to_synchronise_minimises_what_it_measures() -> None:
     """Either way the ranks sum to 9+1 and 8+1, but only waves pair 9 with 8."""
     costs = np.array([9.0, 1, 8, 1])

@@ -178,6 +178,18 @@ def test_a_search_of_all_assignments_finds_the_fastest(
         return
     assert fits(found)
     assert np.isclose(time_of(units, shape, found), min(times), rtol=1e-9)
+    # Nor is it missed where another time is known that is hardly slower.
+    nearly, _ = search_all(units.size, units.cost, *further, min(times) * 1.0001, 0.0, 10**6)
+    assert np.isclose(time_of(units, shape, nearly), min(times), rtol=1e-9)
     # Nothing is found below the best, and few tries prove nothing.
     assert len(search_all(units.size, units.cost, *further, min(times), 0.0, 10**6)[0]) == 0
     assert not search_all(units.size, units.cost, *further, np.inf, 0.0, n)[1] or n == 1
+
+
+def test_a_pack_that_the_smallest_unit_would_fill_is_not_full() -> None:
+    size, cost = np.array([5, 9, 1]), np.array([10.0, 5.0, 5.0])
+    shape, none = Shape(2, 1, 1, False, False, -1, False, 0.0), np.zeros((3, 0))
+    columns = size, cost, none, np.full(3, 10), np.zeros(0), shape, np.arange(3)
+    found, proved = search_all(*columns, 11.0, 0.0, 1000)
+    assert proved
+    assert found.tolist() == [0, 1, 1], "10 beside 5 + 5, where the last unit fills its pack"

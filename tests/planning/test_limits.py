@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Limits, Packed, Padded, Recipe, Steps, Topology, make_plan
+from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology, make_plan
 from evenstep.errors import PlanError
 from evenstep.testing import assert_valid_plan
 from tests.internals import Units, spread_units
@@ -86,3 +86,28 @@ def test_groups_of_unequal_sizes_are_dealt_evenly_where_that_is_possible() -> No
 def test_a_limit_beyond_any_integer_is_no_limit() -> None:
     recipe = Recipe(layout=Padded(max_tokens=64), limits=Limits(cost=1e30))
     assert len(make_plan([1] * 64, recipe).widths) == 1
+
+
+def test_a_group_may_fill_a_micro_batch_to_the_last_slot() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=8))
+    assert make_plan([5, 3], recipe, groups=[0, 0]).slots.tolist() == [8]
+    with pytest.raises(PlanError, match="group 0 has 2 segments and 9 slots"):
+        make_plan([5, 4], recipe, groups=[0, 0])
+
+
+def test_a_group_may_cost_the_limit_up_to_rounding() -> None:
+    assert 0.1 + 0.2 > 0.3
+    recipe = Recipe(layout=Packed(max_tokens=8), cost=Cost(per_token=0.1), limits=Limits(cost=0.3))
+    plan = make_plan([1, 2], recipe, groups=[0, 0])
+    assert_valid_plan(plan)
+    assert plan.tokens.tolist() == [3]
+    with pytest.raises(PlanError, match=r"more than limits.cost allows"):
+        make_plan([2, 2], recipe, groups=[0, 0])
+
+
+def test_padded_rows_may_cost_the_limit_up_to_rounding() -> None:
+    assert 0.3 / 0.1 < 3
+    recipe = Recipe(layout=Padded(max_tokens=24), cost=Cost(per_token=0.1), limits=Limits(cost=0.3))
+    plan = make_plan([1] * 3, recipe)
+    assert_valid_plan(plan)
+    assert plan.rows.tolist() == [3]

@@ -308,3 +308,11 @@ def test_empty_micro_batches_take_a_unit_of_their_wave() -> None:
     held = np.diff(plan.segment_offsets).reshape(5, -1)
     waves = held[:, (held == 0).any(axis=0)]
     assert waves.max(initial=0) <= 1  # else one of two units could move to the empty micro-batch
+
+
+def test_the_last_step_may_have_as_many_micro_batches_as_others_but_no_more() -> None:
+    for asked, slots in ((1, [24]), (2, [8, 2]), (3, [8, 2])):
+        recipe = Recipe(layout=Padded(max_tokens=24), steps=Steps(micro_batches=asked))
+        plan = make_plan([8, 1, 1], recipe)
+        assert_valid_plan(plan)
+        assert plan.slots.tolist() == slots
