@@ -27,7 +27,15 @@ from evenstep.data import Lengths
 from evenstep.errors import EvenstepError
 from evenstep.testing import Case, cases
 from tests.examples import examples
-from tests.internals import IntArray, Layout, construct, step_size
+from tests.internals import (
+    IntArray,
+    Layout,
+    Segments,
+    construct,
+    step_module,
+    step_size,
+    units_of,
+)
 
 DRAWS: dict[str, Callable[[np.random.Generator], IntArray]] = {
     "narrow": lambda rng: rng.integers(900, 1100, 60_000),
@@ -170,3 +178,11 @@ def test_a_group_that_a_probe_finds_too_wide_is_not_refused() -> None:
     )
     plan = make_plan([8, 8, 8, 30], recipe, groups=[0, 0, 0, 1])
     assert plan.step_of.tolist() == [0, 0, 0, 1]
+
+
+def test_ranks_of_equal_sizes_need_whole_micro_batches() -> None:
+    layout = Packed(rows=2, pad_to=8)
+    recipe = Recipe(layout=layout, topology=Topology(dp=2), equal_sizes=True)
+    for count, packs in ((2, 4), (4, 4), (5, 8)):  # a row each; two ranks of two rows
+        segments = Segments(np.arange(count), np.zeros(count, np.int64), np.full(count, 8))
+        assert step_module.count_needed(units_of(segments, recipe, {}, None), recipe, 8) == packs
