@@ -228,3 +228,17 @@ def test_more_micro_batches_are_taken_only_where_they_save_the_asked_share() -> 
     default = make_plan(lengths, recipe)
     assert times_of(free) <= times_of(default) <= times_of(fewest)
     assert times_of(default) * 0.99 <= times_of(free)
+
+
+@pytest.mark.parametrize("sync_every", ["micro_batch", "step"])
+def test_equal_sizes_leave_no_micro_batch_empty(sync_every: SyncEvery) -> None:
+    lengths = np.random.default_rng(0).choice([8, 16, 100, 500], 257)
+    recipe = Recipe(
+        layout=Packed(samples=32),
+        topology=Topology(dp=4),
+        cost=Cost(per_pair=0.01, per_segment=10),
+        sync_every=sync_every,
+        equal_sizes=True,
+    )
+    plan = make_plan(lengths, recipe)
+    assert np.diff(plan.segment_offsets).min() > 0

@@ -291,8 +291,9 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
     if search.joint and wanted is None and waves < best.waves:  # leave out waves without units
         address = wave * problem.per_wave + best.address % problem.per_wave
         best = faster(problem, best, address, waves) or best
-    if search.joint and not (problem.kinds_matter or problem.recipe.equal_sizes):
+    if search.joint:
         best = without_empty(problem, best)
+    if search.joint and not (problem.kinds_matter or problem.recipe.equal_sizes):
         if not problem.by_rank(best.waves):
             # Exchanges do not look at the sums of ranks within waves: deal packs to ranks anew.
             address = dealt(problem, best.address, best.waves)
@@ -448,10 +449,13 @@ class _Search:
             if proved:
                 return best
         for seed in range(STARTS if units <= SMALL else 1):
+            before = best.time
             if best.time > enough:
                 best = self.improved(best, THOROUGH, seed)
             if best.time > enough and units <= SMALL:
                 best = self.improved(best, ANYWHERE, seed)
+            if best.time == before:
+                break  # other random numbers rarely gain where these do not
         if problem.kinds_matter or best.time <= enough:
             return best
         start = equal_ranks if problem.recipe.equal_sizes else filled

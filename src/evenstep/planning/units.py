@@ -392,7 +392,7 @@ def faster(problem: Problem, best: Packing | None, address: IntArray, waves: int
 
 def without_empty(problem: Problem, best: Packing) -> Packing:
     """The packs with a unit in every empty one that its rank or wave can fill, if as fast."""
-    for same_rank in (True, False):
+    for same_rank in (True,) if problem.recipe.equal_sizes else (True, False):
         best = _fill_empty(problem, best, same_rank)
     return best
 
