@@ -293,13 +293,13 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
         best = faster(problem, best, address, waves) or best
     if search.joint:
         best = without_empty(problem, best)
-    if search.joint and not (problem.kinds_matter or problem.recipe.equal_sizes):
-        if not problem.by_rank(best.waves):
-            # Exchanges do not look at the sums of ranks within waves: deal packs to ranks anew.
-            address = dealt(problem, best.address, best.waves)
-            time = problem.time(problem.works(address, best.waves))
-            if time <= best.time * (1 + 1e-12):
-                best = Packing(address, best.waves, time)
+    apart = problem.kinds_matter or problem.recipe.equal_sizes
+    if search.joint and not apart and not problem.by_rank(best.waves):
+        # Exchanges do not look at the sums of ranks within waves: deal packs to ranks anew.
+        address = dealt(problem, best.address, best.waves)
+        time = problem.time(problem.works(address, best.waves))
+        if time <= best.time * (1 + 1e-12):
+            best = Packing(address, best.waves, time)
     return best.address, best.waves
 
 
