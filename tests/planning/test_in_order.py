@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.errors import ConfigError, EvenstepError
+from evenstep.errors import ConfigError, EvenstepError, PlanError
 from evenstep.testing import Case, assert_valid_plan, cases
 from tests.examples import examples
 from tests.internals import Layout
@@ -120,3 +120,10 @@ def test_samples_run_in_order_wave_by_wave(case: Case) -> None:
 def test_what_the_order_leaves_no_room_for_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Recipe(balance="none", **change)
+
+
+def test_a_group_that_does_not_fit_at_the_width_of_its_step_is_refused() -> None:
+    # One width for all: the group of two rows of 1 would have two rows of 33.
+    recipe = Recipe(layout=Padded(max_tokens=64), topology=Topology(pp=2), balance="none")
+    with pytest.raises(PlanError, match="a group has 2 segments, but a micro-batch of this step"):
+        make_plan([1, 1, 33], recipe, groups=[1, 1, 0])

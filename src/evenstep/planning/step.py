@@ -105,10 +105,11 @@ def decide_step(
     """Decide one step. `wanted` fixes the micro-batches per rank; None leaves them open."""
     cut, widths, row = _cut_layout(recipe), None, None
     aligned = rounded_up(segments.length, recipe.topology.alignment)
+    if cut is None:
+        problem = _packing_problem(units, recipe, aligned)
     if recipe.balance == "none":
         address, waves = in_order(units, recipe, wanted)
     elif cut is None:
-        problem = _packing_problem(units, recipe, aligned)
         address, waves = search_packs(problem, wanted)
     elif cut.cut == "greedy":
         address, waves, widths = cut_greedy(units, cut, recipe, wanted)
