@@ -188,6 +188,17 @@ def test_in_a_wave_every_rank_has_an_image_or_none_has() -> None:
         make_plan(lengths, recipe, columns={"patches": few})
 
 
+def test_kinds_stay_in_their_waves_where_the_fewest_micro_batches_do_not_hold_them() -> None:
+    recipe = Recipe(
+        layout=Packed(samples=3, pad_to=16),
+        topology=Topology(dp=2),
+        second_work=SecondWork(column="patches", same_waves=True),
+        overflow="truncate",
+    )
+    columns = {"patches": [0, 6, 2, 3, 9, 1, 5, 3]}
+    assert violations(make_plan([30, 1, 1, 1, 1, 1, 1, 1], recipe, columns=columns)) == []
+
+
 @pytest.mark.parametrize("same_waves", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
 @given(st.integers(34, 50), st.integers(1, 40), st.integers(1, 3))

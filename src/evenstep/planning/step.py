@@ -420,7 +420,7 @@ class _Search:
             ):
                 break
             best = faster(problem, best, construct(problem, waves), waves)
-        if best is None and recipe.layout.packer is None:
+        if best is None and recipe.layout.packer is None and not problem.kinds_matter:
             if recipe.equal_sizes:
                 best = faster(problem, None, equal_ranks(problem, waves), waves)
             elif self.joint:
