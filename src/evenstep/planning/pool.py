@@ -17,10 +17,9 @@ from evenstep.errors import ConfigError
 from evenstep.planning.kernels import kernel
 
 _ANY = 2**62  # more than any limit
-_NEVER = 2**30  # the weight of values that no set reaches
-_KEPT_WEIGHTS = 2**20  # weights over all stages of `lightest`: about half a millisecond
 _KEPT_WORDS = 2**24  # words over all stages of `fill_window`: 128 MiB, of which few are used
 _STEPS = 100_000  # items that `search` tries: a tenth of a millisecond or more
+_SCARCER = 1.4  # slots or counts this many times scarcer than the other: filled by them alone
 _OLDEST = np.zeros(1, np.int64)
 
 # sizes, counted (zeros if nothing is), capacity, unit, most counted, most samples -> indices
@@ -76,26 +75,36 @@ def greedy(
 def subset_sum(
     sizes: IntArray, counted: IntArray, capacity: int, unit: int, limit: int, most: int
 ) -> IntArray:
-    """Fill as much as possible around the oldest sample, by the counted column or else by size.
+    """Fill as much as possible around the oldest sample, then add, in order, what still fits.
 
-    Exact if only size is limited and, up to some size, if a counted column is limited too. A
-    bounded search that is no worse than greedy handles larger cases and those where `most` binds.
+    A micro-batch is filled by slots, or by the counted column if the pool would fill more
+    micro-batches with that; by both, as shares of what it may hold, if they are about equally
+    scarce. Exact if one of them alone binds, else a bounded search that holds no less than greedy.
     Of equally full choices, the older samples are taken.
 
     >>> subset_sum(np.array([7, 2, 3]), np.array([0, 5, 4]), 10, 1, 9, 9).tolist()
+    [0, 2]
+    >>> subset_sum(np.array([7, 2, 3]), np.array([0, 5, 4]), 10, 1, 6, 9).tolist()
     [0, 1]
     """
-    rest, space = sizes[1:], capacity - int(sizes[0])
-    values, goal = (counted[1:], limit - int(counted[0])) if limit < _ANY else (rest, space)
-    if space <= 0 or goal < 0 or most <= 1:
+    rest, counts, space, left = sizes[1:], counted[1:], capacity - sizes[0], limit - counted[0]
+    if space <= 0 or left < 0 or most <= 1:
         return np.zeros(1, np.int64)
-    filled, exact = best_set(values, rest[:0], goal, 0), True
-    if values is not rest and int(rest[filled].sum()) > space:
-        filled = best_set(values, rest, goal, space) if space < _NEVER else rest[:0]
-        exact = len(filled) > 0
-    if not exact or len(filled) >= most:
-        filled = search(values, rest, goal, space, most - 1)
-    return np.concatenate((_OLDEST, filled + 1))
+    slots_wanted, counts_wanted = int(sizes.sum()) / capacity, int(counted.sum()) / limit
+    if max(slots_wanted, counts_wanted) < min(slots_wanted, counts_wanted) * _SCARCER:
+        values = ((rest / capacity + counts / limit) * 2**30).astype(np.int64)
+        filled = search(values, rest, counts, space, left, most - 1, _ANY)
+    else:
+        values, goal = (rest, space) if slots_wanted > counts_wanted else (counts, left)
+        filled = best_set(values, goal)
+        if len(filled) >= most or rest[filled].sum() > space or counts[filled].sum() > left:
+            filled = search(values, rest, counts, space, left, most - 1, goal)
+    if limit == _ANY:
+        return np.concatenate((_OLDEST, filled + 1))
+    # Samples without a count have no value there, and would stay in the pool until the end.
+    order = np.concatenate((_OLDEST, filled + 1, 1 + np.delete(np.arange(len(rest)), filled)))
+    chosen: IntArray = order[greedy(sizes[order], counted[order], capacity, unit, limit, most)]
+    return chosen
 
 
 @kernel
@@ -234,56 +243,43 @@ def select(strategy: str, sizes: IntArray, room: Room, counted: IntArray | None 
 
 
 @kernel
-def best_set(values: IntArray, weights: IntArray, most_value: int, most_weight: int) -> IntArray:
-    """Ascending indices of the set with the most value within both limits.
+def best_set(sizes: IntArray, space: int) -> IntArray:
+    """Ascending indices of the set with the largest sum that fits; empty if nothing does.
 
-    Without weights, if their array is empty. Of equal sets, the one whose last item comes first,
-    then the one whose last but one does, and so on. Empty if nothing fits, or if a table of weights
-    would be too large.
+    Of equal sets, the one whose last item comes first, then the one whose last but one does, and
+    so on.
 
-    A set that leaves out little has a value close to the running total. So a narrow window below
+    A set that leaves out little has a sum close to the running total. So a narrow window below
     that total is tried first, where an item takes less time.
     """
     # Leave out what is too large.
-    weighed = weights.shape[0] > 0
-    indices = np.empty(values.shape[0], np.int64)
+    indices = np.empty(sizes.shape[0], np.int64)
     n, total, largest, divisor = 0, 0, 0, 0
-    for i in range(values.shape[0]):
-        if values[i] <= most_value and (not weighed or weights[i] <= most_weight):
+    for i in range(sizes.shape[0]):
+        if sizes[i] <= space:
             indices[n] = i
             n += 1
-            total += values[i]
-            largest = max(largest, values[i])
+            total += sizes[i]
+            largest = max(largest, sizes[i])
             if divisor != 1:
-                a, b = divisor, values[i]
+                a, b = divisor, sizes[i]
                 while b > 0:
                     a, b = b, a % b
                 divisor = a
     indices = indices[:n].copy()
-    values = values[indices]
-    if weighed:
-        weights, divisor = weights[indices], 1
-    elif total <= most_value:
+    if total <= space:
         return indices
-    # Divide by what divides all values.
-    for i in range(n):
-        values[i] //= divisor
-    total, largest, most_value = total // divisor, largest // divisor, most_value // divisor
-    # Ever wider windows, then all sums.
+    # Divide by what divides all sizes, then ever wider windows, then all sums.
+    units, total, space = sizes[indices] // divisor, total // divisor, space // divisor
     taken = np.empty(0, np.int64)
-    window, widest = 2 * largest, False
+    window, widest = 2 * largest // divisor, False
     while taken.shape[0] == 0 and not widest:
-        widest = 2 * window >= min(total, most_value)
+        widest = 2 * window >= min(total, space)
         if widest:
             window = total
-        if weighed:
-            taken = lightest(values, weights, most_value, most_weight, window)
-        else:
-            taken = fill_window(values, most_value, window)
+        taken = fill_window(units, space, window)
         window *= 4
-    for i in range(taken.shape[0]):
-        taken[i] = indices[taken[i]]
-    return taken
+    return indices[taken]
 
 
 @kernel
@@ -360,75 +356,20 @@ def fill_window(units: IntArray, space: int, window: int) -> IntArray:
 
 
 @kernel
-def lightest(
-    values: IntArray, weights: IntArray, most_value: int, most_weight: int, window: int
-) -> IntArray:
-    """Indices of the best set; empty if the window or the table is too small to find one.
-
-    Stages as in `fill_window`: stage k holds, for every value of the first k items from their total
-    less `window` up to `most_value`, the least weight that reaches it.
-
-        values 3, 2, 4 with weights 5, 1, 2; x is a value that no set reaches
-        value     0  1  2  3  4  5  6
-        stage 1   0  x  x  5
-        stage 2   0  x  1  5  x  6
-        stage 3   0  x  1  5  2  6  3     value 6 with a weight of at most 4: items 2 and 1
-    """
-    n = values.shape[0]
-    width = min(most_value, window) + 1
-    stages = np.empty((min(n, _KEPT_WEIGHTS // width) + 1, width), np.int32)
-    totals = np.zeros(n + 1, np.int64)
-    stages[0, 0] = 0
-    stage, complete = 0, False
-    while stage < n and not complete:
-        before, value, weight = totals[stage], values[stage], np.int32(weights[stage])
-        total = before + value
-        if total - window > most_value or stage + 1 == stages.shape[0]:
-            return np.empty(0, np.int64)
-        # The next stage: as before, or with this item where that is lighter.
-        old_base, base = max(0, before - window), max(0, total - window)
-        old, new = stages[stage], stages[stage + 1]
-        old_end, end = min(before, most_value) + 1, min(total, most_value) + 1
-        kept = max(base, old_end) - base
-        for i in range(kept):
-            new[i] = old[i + base - old_base]
-        for i in range(kept, end - base):
-            new[i] = _NEVER
-        first = max(base, old_base + value)
-        target, source = new[first - base :], old[first - value - old_base :]
-        for i in range(min(end, old_end + value) - first):
-            target[i] = min(target[i], source[i] + weight)
-        stage += 1
-        totals[stage] = total
-        complete = total >= most_value and new[most_value - base] <= most_weight
-    if not complete and window < totals[n]:
-        return np.empty(0, np.int64)
-    # The highest value that is light enough, then back through the stages: an item was needed where
-    # the stage before it does not reach the value as lightly.
-    reached, spare = min(most_value, totals[stage]), most_weight
-    base = max(0, totals[stage] - window)
-    while stages[stage, reached - base] > spare:
-        reached -= 1
-    taken = np.empty(stage, np.int64)
-    count = 0
-    for k in range(stage - 1, -1, -1):
-        base = max(0, totals[k] - window)
-        if reached > totals[k] or stages[k, reached - base] > spare:
-            taken[count] = k
-            count += 1
-            reached -= values[k]
-            spare -= weights[k]
-    return taken[:count][::-1].copy()
-
-
-@kernel
 def search(
-    values: IntArray, sizes: IntArray, most_value: int, most_size: int, most: int
+    values: IntArray,
+    sizes: IntArray,
+    counts: IntArray,
+    most_size: int,
+    most_counts: int,
+    most: int,
+    enough: int,
 ) -> IntArray:
-    """Ascending indices of the set with the most value within all three limits.
+    """Ascending indices of the set with the most value within the three limits.
 
     Depth first, taking an item before leaving it out, so of equal sets the first in order wins.
-    After `_STEPS` the best set so far is returned. It is at least as good as the greedy one.
+    After `_STEPS`, or with a value of `enough`, the best set so far is returned. It is at least as
+    good as the greedy one.
     """
     n = values.shape[0]
     most = min(most, n)
@@ -439,30 +380,32 @@ def search(
         largest[i] = max(largest[i + 1], values[i])
     taken = np.empty(n, np.int64)
     best = np.empty(n, np.int64)
-    count, best_count, best_value = 0, 0, -1
-    value, size, i, steps = 0, 0, 0, 0
+    number, best_number, best_value = 0, 0, -1
+    value, size, count, i, steps = 0, 0, 0, 0, 0
     while True:
         # Down: take all that fits, unless what is left cannot beat the best set.
-        while i < n and count < most:
-            could = value + min(left[i], largest[i] * (most - count))
+        while i < n and number < most:
+            could = value + min(left[i], largest[i] * (most - number))
             if could <= best_value:
                 break
-            if value + values[i] <= most_value and size + sizes[i] <= most_size:
-                taken[count] = i
-                count += 1
+            if size + sizes[i] <= most_size and count + counts[i] <= most_counts:
+                taken[number] = i
+                number += 1
                 value += values[i]
                 size += sizes[i]
+                count += counts[i]
             i += 1
             steps += 1
         if value > best_value:
-            best_value, best_count = value, count
-            best[:count] = taken[:count]
-        if count == 0 or best_value == most_value or steps > _STEPS:
-            return best[:best_count].copy()
+            best_value, best_number = value, number
+            best[:number] = taken[:number]
+        if number == 0 or best_value == enough or steps > _STEPS:
+            return best[:best_number].copy()
         # Up: leave out the item taken last, and go on behind it.
-        count -= 1
-        i = taken[count]
+        number -= 1
+        i = taken[number]
         value -= values[i]
         size -= sizes[i]
+        count -= counts[i]
         i += 1
         steps += 1
