@@ -160,14 +160,14 @@ def whole_steps(
     `alone` is the same stream on one rank; its workers take turns and must find the same steps.
     """
     ranks, start = shared.world.size, shared.start()
-    before = StreamPosition.from_dict(start.position, start.step)
+    before = StreamPosition.of(start)
     turns = [alone.walk(worker, workers) for worker in range(workers)]
     for number, steps in enumerate(shared.walk_all()):
         own, mine = next(turns[number % workers]), steps[alone.world.rank]
         assert own.fingerprint == mine.fingerprint
         assert own.cursor == mine.cursor
         assert keys_of_all(own.micro_batches) == keys_of_all(mine.micro_batches)
-        after = StreamPosition.from_dict(own.cursor.position, own.cursor.step)
+        after = StreamPosition.of(own.cursor)
         done = before.inside[-1][1] if before.inside and before.inside[-1][0] == ranks else 0
         inside = [before.within(ranks, done + wave + 1) for wave in range(len(own) - 1)]
         yield steps, [shared.cursor(at).to_dict() for at in (*inside, after)]

@@ -14,11 +14,10 @@ import numpy as np
 from evenstep.core.plan import MicroBatch
 from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.text import MOST
-from evenstep.data.pool import Entry, Measure, Pool, entry_of
+from evenstep.data.pool import Entry, Measure, Pool, Segment
 from evenstep.data.reader import PoolBatcher
 from evenstep.data.source import Sample, length_of
 from evenstep.errors import ConfigError, InputError, SampleError
-from evenstep.planning.units import refusal
 
 # Producers ----------------------------------------------------------------------------------------
 
@@ -154,7 +153,6 @@ class Feed:
     def put(self, sample: Sample, born: float | None = None) -> None:
         """Add a sample; `born` is when it was produced (default: now)."""
         length = self._length_of(sample)
-        segments = self._batcher.policy.segments(length) if length > 0 else None
         with self._changed:
             ended = ""
             if self._closed:
@@ -169,17 +167,12 @@ class Feed:
             if ended:
                 raise InputError(f"{ended}. Put the sample into the feed of the next step.")
             sample_id = self._count
-            if segments is None:
-                if length < 1:
-                    raise SampleError(
-                        f"sample {sample_id} has length {length}; expected at least 1."
-                    )
-                raise SampleError(refusal(sample_id, length, self._batcher.recipe))
+            if length < 1:
+                raise SampleError(f"sample {sample_id} has length {length}; expected at least 1.")
+            segment = Segment(0, length, length)
+            self._waiting += self._batcher.entries(0, sample_id, sample, length, segment)
             self._count += 1
             self._born[sample_id] = time.time() if born is None else born
-            columns = self._batcher.sample_columns
-            for segment in segments:
-                self._waiting.append(entry_of(0, sample_id, sample, length, segment, columns))
             self._active = time.monotonic()
             while self._shared and self._full():
                 self._formed.append(self._taken())

@@ -8,7 +8,6 @@ ReaderState     the position of one reader of a pool, and what is in the pool
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from evenstep.core.ragged import IntArray, divided_up, item_and_part
 from evenstep.data.pool import OverflowPolicy
+from evenstep.data.source import digest_of
 from evenstep.errors import CursorError, InputError
 from evenstep.planning.kernels import kernel
 
@@ -64,8 +64,7 @@ class EpochOrder:
             )
         if not self.shuffle or self.count < 2:
             return positions.astype(np.int64)
-        text = f"evenstep order {self.seed} {self.epoch}".encode()
-        digest = hashlib.blake2b(text, digest_size=8 * _ROUNDS).digest()
+        digest = digest_of(f"evenstep order {self.seed} {self.epoch}", size=8 * _ROUNDS)
         keys = np.frombuffer(digest, "<u8").astype(np.uint64)  # the same for any byte order
         with np.errstate(over="ignore"):  # products wrap around, also without the compiler
             if self.count <= _LISTED:
@@ -174,8 +173,7 @@ def _places(readers: int, key: int, turns: IntArray) -> IntArray:
 
 @lru_cache(maxsize=1024)
 def _start_and_step(readers: int, key: int) -> tuple[np.uint64, int]:
-    text = f"evenstep deal {readers} {key}".encode()
-    start = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    start = int.from_bytes(digest_of(f"evenstep deal {readers} {key}", size=8), "little")
     near = round(readers * _RATIO)
     steps = sorted(range(1, readers + 1), key=lambda step: abs(step - near))
     return np.uint64(start), next(step for step in steps if gcd(step, readers) == 1)

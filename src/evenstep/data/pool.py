@@ -43,15 +43,7 @@ class OverflowPolicy(NamedTuple):
 
     def segments(self, length: int) -> list[Segment] | None:
         """The segments of a sample of this length; [] if it is dropped, None if refused."""
-        if self.longest is None or length <= self.longest:
-            return [Segment(0, length, length)]
-        lengths = np.array([length], np.int64)
-        if len(refused(lengths, self.longest, self.overflow)):
-            return None
-        columns, _ = segments_of(lengths, self.longest, self.overflow)
-        end = int(columns.length.sum())
-        pairs = zip(columns.start.tolist(), columns.length.tolist(), strict=True)
-        return [Segment(start, size, end) for start, size in pairs]
+        return self.divide(Segment(0, length, length))
 
     def divide(self, segment: Segment) -> list[Segment] | None:
         """A segment of another policy; [] if it is dropped, None if refused.
@@ -59,12 +51,17 @@ class OverflowPolicy(NamedTuple):
         >>> OverflowPolicy(6, "split").divide(Segment(8, 8, 20))
         [Segment(start=8, length=6, end=20), Segment(start=14, length=2, end=20)]
         """
-        parts = self.segments(segment.length)
-        if not parts:
-            return parts
-        first, kept = segment.start, parts[0].end
-        end = segment.end if kept == segment.length else first + kept
-        return [Segment(first + start, length, end) for start, length, _ in parts]
+        first, length, end = segment
+        if self.longest is None or length <= self.longest:
+            return [segment]
+        lengths = np.array([length], np.int64)
+        if len(refused(lengths, self.longest, self.overflow)):
+            return None
+        columns, _ = segments_of(lengths, self.longest, self.overflow)
+        kept = int(columns.length.sum())
+        end = end if kept == length else first + kept
+        pairs = zip(columns.start.tolist(), columns.length.tolist(), strict=True)
+        return [Segment(first + start, size, end) for start, size in pairs]
 
 
 # Limited columns ----------------------------------------------------------------------------------
@@ -213,34 +210,12 @@ class Entry(NamedTuple):
     """What cursors hold (see `Waiting`)."""
 
 
-def entry_of(
-    epoch: int,
-    sample_id: int,
-    sample: Sample,
-    length: int,
-    segment: Segment,
-    columns: SampleColumns,
-) -> Entry:
-    """The pool entry of a segment of a sample of this length."""
-    start, size, end = segment
-    taken = columns.of(sample_id, sample, segment)
-    key = [epoch, sample_id, start]
-    return Entry(epoch, sample_id, start, size, length, end, taken, sample, key)
-
-
 # Micro-batches ------------------------------------------------------------------------------------
 
 
-def micro_batch(
-    rows: list[list[Entry]], recipe: Recipe, unit: int | None = None, align: int | None = None
-) -> MicroBatch:
-    """The micro-batch of these rows of entries; an empty micro-batch if there are none.
-
-    `unit` and `align` default to those of the recipe; callers may pass them to save the lookup.
-    """
-    layout = recipe.layout
-    unit = recipe.width_unit if unit is None else unit
-    align = recipe.topology.alignment if align is None else align
+def micro_batch(rows: list[list[Entry]], recipe: Recipe) -> MicroBatch:
+    """The micro-batch of these rows of entries; an empty micro-batch if there are none."""
+    layout, unit, align = recipe.layout, recipe.width_unit, recipe.topology.alignment
     rows = rows + [[]] * (layout.row_counts(len(rows)) - len(rows))
     if align == 1:
         used = max([sum([entry.length for entry in row]) for row in rows])

@@ -34,9 +34,9 @@ from evenstep.data.stream import (
     OnError,
     Stream,
     check_lengths,
-    digest_of,
     estimated_tokens,
     knows_lengths,
+    settings_digest,
 )
 from evenstep.errors import ConfigError, CursorError
 
@@ -352,7 +352,7 @@ class PooledStream(Stream):
     def fingerprint(self) -> str:
         """A digest of what must be the same on all ranks: data, order, recipe, number of ranks."""
         end = [self.max_num_steps, self.infinite_loop, self.count_ahead]
-        return digest_of({**self._identity, "ranks": self.world.size, "end": end})
+        return settings_digest({**self._identity, "ranks": self.world.size, "end": end})
 
     # Length ------------------------------------------------------------------------------------
 

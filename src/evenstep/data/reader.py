@@ -27,7 +27,6 @@ from evenstep.data.pool import (
     Pool,
     SampleColumns,
     Segment,
-    entry_of,
     micro_batch,
 )
 from evenstep.data.source import (
@@ -258,7 +257,7 @@ class PoolBatcher:
         self.enough = budget if pool.tokens is None else pool.tokens
         self.longest = recipe.longest_segment
         self.policy = OverflowPolicy(self.longest, recipe.overflow)
-        self._alignment, self._width_unit = recipe.topology.alignment, recipe.width_unit
+        self._alignment = recipe.topology.alignment
         self._full_room = self._room(pool.warmup_steps)
 
     def _check(self) -> None:
@@ -298,6 +297,21 @@ class PoolBatcher:
                 "topology.variable_seq_lengths."
             )
 
+    def entries(
+        self, epoch: int, sample_id: int, sample: Sample, length: int, segment: Segment
+    ) -> list[Entry]:
+        """The entries of a segment of a sample of this length, divided if it does not fit; [] if
+        it is dropped."""
+        parts, columns = self.policy.divide(segment), self.sample_columns
+        if parts is None:
+            raise SampleError(refusal(sample_name(sample_id), length, self.recipe))
+        entries = []
+        for part in parts:
+            start, size, end = part
+            taken, key = columns.of(sample_id, sample, part), [epoch, sample_id, start]
+            entries.append(Entry(epoch, sample_id, start, size, length, end, taken, sample, key))
+        return entries
+
     def take(
         self, waiting: list[Entry], step: int, ending: bool = False
     ) -> tuple[MicroBatch, list[Entry]]:
@@ -314,8 +328,7 @@ class PoolBatcher:
             for entry in packs[-1] if left else ():
                 left = [most - one for most, one in zip(left, entry.columns, strict=True)]
         taken = packs[0] if len(packs) == 1 else [entry for pack in packs for entry in pack]
-        rows = layout.rows_of(packs)
-        return micro_batch(rows, self.recipe, self._width_unit, self._alignment), taken
+        return micro_batch(layout.rows_of(packs), self.recipe), taken
 
     def take_few(
         self, waiting: list[Entry], step: int, most: int
@@ -404,7 +417,7 @@ class PoolBatcher:
 
     def _room(self, step: int) -> Room:
         """Limits of one pack in a step."""
-        layout, unit = self.recipe.layout, self._width_unit
+        layout, unit = self.recipe.layout, self.recipe.width_unit
         packs = layout.packs_per_micro_batch
         slots, rounding = layout.room(self.recipe)
         budget = self.pool.budget((MOST if slots is None else slots) * packs, step) // packs
@@ -608,7 +621,7 @@ class PoolReader:
         """The entries of a sample, after `recipe.overflow` is applied."""
         length, longest = self._length(sample_id, sample), self._batcher.longest
         if (longest is None or length <= longest) and not self._batcher.sample_columns.names:
-            key = [epoch, sample_id, 0]
+            key = [epoch, sample_id, 0]  # the usual case; that below takes longer
             return [Entry(epoch, sample_id, 0, length, length, length, (), sample, key)]
         return self._divided(epoch, sample_id, sample, length, Segment(0, length, length))
 
@@ -616,17 +629,14 @@ class PoolReader:
         self, epoch: int, sample_id: int, sample: Sample, length: int, segment: Segment
     ) -> list[Entry]:
         """The entries of a segment of a sample of this length, divided if it does not fit."""
-        parts, columns = self._batcher.policy.divide(segment), self._batcher.sample_columns
-        if parts is None:
-            raise SampleError(refusal(sample_name(sample_id), length, self._batcher.recipe))
         try:
-            entries = [entry_of(epoch, sample_id, sample, length, part, columns) for part in parts]
+            entries = self._batcher.entries(epoch, sample_id, sample, length, segment)
         except SampleError:
             raise
         except Exception as error:
             raise unreadable(sample_id, error) from error
-        if not parts or parts[-1].end < segment.end:
-            self._lose("truncated" if parts else "dropped")
+        if not entries or entries[-1].end < segment.end:
+            self._lose("truncated" if entries else "dropped")
         return entries
 
     def _length(self, sample_id: int, sample: Sample) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import warnings
 from abc import ABC, abstractmethod
@@ -28,6 +27,7 @@ from evenstep.data.source import (
     SampleSource,
     Source,
     cause_of,
+    digest_of,
     digested_entries,
     has_random_access,
     is_seeded,
@@ -222,10 +222,9 @@ def world_for(recipe: Recipe, world: World | None) -> World:
     return world
 
 
-def digest_of(data: Mapping[str, Any]) -> str:
+def settings_digest(data: Mapping[str, Any]) -> str:
     """A digest of plain data, for `Cursor.identity`."""
-    text = json.dumps(data, sort_keys=True).encode()
-    return hashlib.blake2b(text, digest_size=8).hexdigest()
+    return digest_of(json.dumps(data, sort_keys=True), size=8).hex()
 
 
 # Lengths that a source knows ---------------------------------------------------------------------
@@ -285,7 +284,6 @@ class SampleLookup:
     __iter__ = None  # indices are not tried one after another
 
     def __init__(self, source: SampleSource, on_error: OnError, seed: int = 0) -> None:
-        one_of("on_error", on_error, OnError)
         self.source, self.on_error = source, on_error
         self.seed, self.epoch, self._seeded = seed, 0, is_seeded(source)
         self._tally = _Tally()

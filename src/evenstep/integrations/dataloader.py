@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 import pickle
 import sys
@@ -22,12 +21,12 @@ from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
 from evenstep.data.planned import PlannedStream
 from evenstep.data.pooled import PooledStream
-from evenstep.data.source import Progress
+from evenstep.data.source import Progress, digest_of
 from evenstep.data.stream import Stream, empty_step
 from evenstep.errors import ConfigError, CursorError
-from evenstep.integrations.run_state import Gather, all_gather, has_group
+from evenstep.integrations.run_state import Gather, all_gather
 from evenstep.train.checks import check_fingerprints
-from evenstep.train.collectives import Distributed
+from evenstep.train.collectives import Distributed, has_group
 
 __all__ = ["StreamDataset", "StreamLoader"]
 
@@ -256,8 +255,8 @@ class StreamLoader:
     def _loader_of(self, dataset: StreamDataset, start: Cursor, **options: Any) -> Any:
         # A separate generator: drawing from torch's would change the dropout of a resumed run. It
         # differs between ranks and starts, so that a resumed run does not repeat random numbers.
-        text = f"{torch.initial_seed()} {start.to_dict()['digest']}".encode()
-        seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+        text = f"{torch.initial_seed()} {start.to_dict()['digest']}"
+        seed = int.from_bytes(digest_of(text, size=7), "little")
         settings = {
             "num_workers": self.num_workers,
             "generator": torch.Generator().manual_seed(seed),
@@ -309,8 +308,8 @@ def _compare(stream: Stream, start: Cursor) -> None:
     if not (has_group() and 1 < stream.world.size == torch.distributed.get_world_size()):
         return  # without a process group, or other ranks are tensor- or context-parallel
     place = {} if isinstance(stream, PooledStream) else start.position
-    text = f"{stream.fingerprint} {start.step} {place}".encode()
-    check_fingerprints(hashlib.blake2b(text, digest_size=8).hexdigest(), Distributed())
+    text = f"{stream.fingerprint} {start.step} {place}"
+    check_fingerprints(digest_of(text, size=8).hex(), Distributed())
 
 
 def _steps_from(loader: Any, iterators: list[Any]) -> Iterator[Step]:

@@ -10,6 +10,7 @@ import torch
 from evenstep.core.step import Cursor
 from evenstep.data.pooled import merge_cursors, states_of
 from evenstep.errors import CursorError
+from evenstep.train.collectives import has_group
 
 __all__ = ["gather_state", "load_gathered_state"]
 
@@ -83,11 +84,6 @@ def _check_equal(states: Sequence[Mapping[str, Any]]) -> None:
             f"ranks have different states (digests {', '.join(map(str, digests[:4]))}). Take them "
             f"after the same step, and load the same checkpoint on all ranks."
         )
-
-
-def has_group() -> bool:
-    """Whether the default process group of torch.distributed is there."""
-    return bool(torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 def all_gather(value: Any) -> list[Any]:

@@ -123,12 +123,12 @@ class PlannedBatchSampler:
 
     def _parts(self) -> Iterator[Part]:
         self._now, self._filled = self.stream.start(), self._skipped
-        before = _position(self._now)
+        before = StreamPosition.of(self._now)
         epoch = last_epoch = before.epoch  # the last one with a step that was not left out
         for step in self.stream.walk():
             if step.epoch != before.epoch:  # the previous step was the last of its epoch
                 before = StreamPosition(step.epoch, 0, before.step)
-            after = _position(step.cursor)
+            after = StreamPosition.of(step.cursor)
             if self._left_out(step):
                 if after.epoch > last_epoch + 1:
                     raise PlanError(
@@ -162,7 +162,7 @@ class PlannedBatchSampler:
         missing = count - len(step)
         empty = [micro_batch([], self.stream.recipe)] * missing if missing else []
         if self.per_step is not None:
-            self._passed.append(_position(step.cursor))
+            self._passed.append(StreamPosition.of(step.cursor))
         for number, micro in enumerate([*step.micro_batches, *empty], 1):
             self._now, state = step.cursor, None
             if self.per_step is None:
@@ -226,7 +226,7 @@ class PlannedBatchSampler:
 
     def _counted(self) -> int:
         """Micro-batches from the start to `max_num_steps`."""
-        key = _position(self.stream.start()), len(self.stream)
+        key = StreamPosition.of(self.stream.start()), len(self.stream)
         if key not in self._lengths:
             steps = copy.copy(self.stream).walk()  # a copy: counting is not iterating
             self._lengths[key] = sum(len(step) for step in steps if not self._left_out(step))
@@ -299,7 +299,7 @@ class PlannedBatchSampler:
             stream = copy.copy(self.stream)
             stream.set_epoch(epoch, 0)
             stream.skip_batches(done)
-            passed = [_position(stream.start())]
+            passed = [StreamPosition.of(stream.start())]
         return self.stream.cursor(replace(passed[-1], step=step)).to_dict()
 
     def check_position(self, state: Mapping[str, Any]) -> None:
@@ -365,10 +365,6 @@ def pop_predicted(inputs: dict[str, Any]) -> int:
     """Remove what was added to the inputs; the number of tokens to predict, 1 if not known."""
     inputs.pop(STATE, None)
     return int(inputs.pop(PREDICTED, 1))
-
-
-def _position(cursor: Cursor) -> StreamPosition:
-    return StreamPosition.from_dict(cursor.position, cursor.step)
 
 
 def _without_work(step: Step) -> PlanError:

@@ -52,7 +52,7 @@ from evenstep.integrations.hf_arguments import (
     traits_of,
 )
 from evenstep.integrations.huggingface import support_of, undisturbed
-from evenstep.integrations.run_state import gather_state, has_group
+from evenstep.integrations.run_state import gather_state
 from evenstep.integrations.sampler import (
     CountedCollate,
     PartDataset,
@@ -63,7 +63,7 @@ from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import SAMPLE_KEYS, Collator
 from evenstep.tensors.losses import load_balancing
-from evenstep.train.collectives import Alone, Distributed
+from evenstep.train.collectives import Alone, Distributed, has_group
 from evenstep.train.normalization import AllTokens, expert_frequencies, weighted
 
 __all__ = ["EvenstepMixin"]

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, distributed
@@ -42,21 +42,14 @@ class Collective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """A single rank.
+    """A single rank: `rank` is 0 and `size` is 1.
 
     >>> Alone().all_reduce_sum(torch.tensor([1.0, 2.0])).tolist()
     [1.0, 2.0]
     """
 
-    @property
-    def rank(self) -> int:
-        """Always 0."""
-        return 0
-
-    @property
-    def size(self) -> int:
-        """Always 1."""
-        return 1
+    rank: ClassVar[int] = 0
+    size: ClassVar[int] = 1
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """The tensor itself."""
@@ -78,30 +71,35 @@ class Distributed:
     @property
     def rank(self) -> int:
         """Rank of this process in the group."""
-        return int(self._torch().get_rank(self.group))
+        return int(_initialised().get_rank(self.group))
 
     @property
     def size(self) -> int:
         """Number of processes in the group."""
-        return int(self._torch().get_world_size(self.group))
+        return int(_initialised().get_world_size(self.group))
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """The sum over the group; with NCCL the result is on the GPU."""
-        distributed = self._torch()
+        distributed = _initialised()
         if tensor.device.type == "cpu" and distributed.get_backend(self.group) == "nccl":
             tensor = tensor.cuda()
         distributed.all_reduce(tensor, group=self.group)
         return tensor
 
-    @staticmethod
-    def _torch() -> Any:
-        distributed = torch.distributed
-        if not distributed.is_available() or not distributed.is_initialized():
-            raise ConfigError(
-                "torch.distributed is not initialised. Call init_process_group first, or use "
-                "Alone() for one process."
-            )
-        return distributed
+
+def has_group() -> bool:
+    """Whether the default process group of torch.distributed is there."""
+    return bool(distributed.is_available() and distributed.is_initialized())
+
+
+def _initialised() -> Any:
+    """torch.distributed, once there is a process group."""
+    if not has_group():
+        raise ConfigError(
+            "torch.distributed is not initialised. Call init_process_group first, or use Alone() "
+            "for one process."
+        )
+    return distributed
 
 
 _HEADER = 3  # entries per rank

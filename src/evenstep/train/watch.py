@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from evenstep.errors import ConfigError, RankError
+from evenstep.train.collectives import has_group
 
 _PREFIX = "evenstep/watch"
 _DONE = "done"
@@ -241,7 +242,7 @@ def _group(store: Any, rank: int | None, size: int | None, timeout: float) -> tu
     distributed = torch.distributed
     if store is not None and rank is not None and size is not None:
         return store, rank, size
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not has_group():
         raise ConfigError(
             "torch.distributed is not initialised. Call init_process_group first, or pass rank, "
             "size and store."
