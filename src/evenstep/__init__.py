@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from evenstep.core.cost import Cost
     from evenstep.core.layout import Packed, Padded
     from evenstep.core.plan import MicroBatch, Plan
+    from evenstep.core.prefixes import Prefixes, find_prefixes
     from evenstep.core.ragged import Ragged
     from evenstep.core.recipe import Limits, Recipe, SecondWork, Steps, Topology, World
     from evenstep.core.step import Cursor, Step
@@ -44,6 +45,7 @@ __all__ = [
     "Plan",
     "PlannedStream",
     "PooledStream",
+    "Prefixes",
     "Ragged",
     "Recipe",
     "SecondWork",
@@ -51,6 +53,7 @@ __all__ = [
     "Steps",
     "Topology",
     "World",
+    "find_prefixes",
     "make_plan",
     "pack",
     "partition",
@@ -65,6 +68,7 @@ if not TYPE_CHECKING:
             "core.cost": ["Cost"],
             "core.layout": ["Packed", "Padded"],
             "core.plan": ["MicroBatch", "Plan"],
+            "core.prefixes": ["Prefixes", "find_prefixes"],
             "core.ragged": ["Ragged"],
             "core.recipe": ["Limits", "Recipe", "SecondWork", "Steps", "Topology", "World"],
             "core.step": ["Cursor", "Step"],

@@ -111,3 +111,15 @@ def test_padded_rows_may_cost_the_limit_up_to_rounding() -> None:
     plan = make_plan([1] * 3, recipe)
     assert_valid_plan(plan)
     assert plan.rows.tolist() == [3]
+
+
+@pytest.mark.parametrize("layout", [Packed(max_tokens=8), Padded(max_tokens=8)])
+@given(st.integers(1, 8), st.sampled_from([0.1, 0.3, 0.7, 1e-9]))
+def test_a_sample_that_costs_the_whole_limit_fits_whatever_is_rounded(
+    layout: Packed | Padded, length: int, price: float
+) -> None:
+    # 3 * 0.1 is more than 0.3.
+    most = float(f"{length * price:.12g}")
+    recipe = Recipe(layout=layout, cost=Cost(per_token=price), limits=Limits(cost=most))
+    assert recipe.longest_segment == length
+    assert len(make_plan([length, length], recipe).micro_offsets) == 3

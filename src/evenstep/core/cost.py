@@ -203,10 +203,19 @@ class Cost:
             )
         return cls(per_token=token, per_pair=pair, per_segment=segment, per_micro_batch=micro_batch)
 
-    def of_lengths(self, lengths: NDArray[np.integer]) -> FloatArray:
-        """The cost of each segment of these lengths, without `per_micro_batch`."""
+    def of_lengths(
+        self, lengths: NDArray[np.integer], behind: NDArray[np.integer] | None = None
+    ) -> FloatArray:
+        """The cost of each segment of these lengths, without `per_micro_batch`.
+
+        A segment behind p tokens, which it sees, costs what p + L tokens cost more than p.
+
+        >>> Cost(per_token=2, per_pair=1).of_lengths(np.array([3]), behind=np.array([4])).tolist()
+        [39.0]
+        """
         length = lengths.astype(np.float64)
-        return self.per_token * length + self.per_pair * length * length + self.per_segment
+        seen = length if behind is None else length + 2.0 * behind
+        return self.per_token * length + self.per_pair * length * seen + self.per_segment
 
     @property
     def description(self) -> str:

@@ -149,15 +149,25 @@ class BaseLayout:
 
     # Costs and limits.
 
-    def segment_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
+    # `behind` are the tokens that each segment sees in front of itself: `Segments.behind`.
+
+    def segment_costs(
+        self, recipe: Recipe, aligned: IntArray, behind: IntArray | None = None
+    ) -> FloatArray:
         """What each segment counts against `limits.cost`: packed segments at their aligned
         lengths, padded rows at their own width."""
         if self.segments_per_row is not None:
             aligned = self.widths(aligned, recipe.width_unit)
-        return recipe.cost.of_lengths(aligned)
+        return recipe.cost.of_lengths(aligned, behind)
 
     def limited_costs(
-        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
+        self,
+        cost: Cost,
+        rows: IntArray,
+        widths: IntArray,
+        owner: IntArray,
+        aligned: IntArray,
+        behind: IntArray | None = None,
     ) -> FloatArray:
         """What micro-batches count against `limits.cost`: packed segments without the padding of
         the row, padded rows that hold a segment.
@@ -165,9 +175,11 @@ class BaseLayout:
         `owner` is the micro-batch of each segment, `aligned` its aligned length.
         """
         lengths = aligned if self.segments_per_row is None else widths[owner]
-        return sum_by(owner, cost.of_lengths(lengths), len(rows)) + cost.per_micro_batch
+        return sum_by(owner, cost.of_lengths(lengths, behind), len(rows)) + cost.per_micro_batch
 
-    def moving_costs(self, recipe: Recipe, aligned: IntArray) -> FloatArray:
+    def moving_costs(
+        self, recipe: Recipe, aligned: IntArray, behind: IntArray | None = None
+    ) -> FloatArray:
         """The work of each segment that goes with it to its micro-batch.
 
         Where all micro-batches have one shape, their slots cost the same wherever segments are.
@@ -175,7 +187,7 @@ class BaseLayout:
         cost = recipe.cost
         if (self.static or recipe.topology.equal_widths) and cost.per_pair + cost.per_segment > 0:
             cost = replace(cost, per_token=0.0)
-        return cost.of_lengths(aligned)
+        return cost.of_lengths(aligned, behind)
 
     def cost_share(self, recipe: Recipe) -> float:
         """What the segments of one pack may cost together."""
@@ -197,7 +209,11 @@ class BaseLayout:
         return shares
 
     def taken(
-        self, recipe: Recipe, aligned: IntArray, columns: Mapping[str, IntArray]
+        self,
+        recipe: Recipe,
+        aligned: IntArray,
+        columns: Mapping[str, IntArray],
+        behind: IntArray | None = None,
     ) -> dict[str, NDArray[Any]]:
         """What each segment takes of each share, by name; `columns` are per segment."""
         taken: dict[str, NDArray[Any]] = {
@@ -206,7 +222,7 @@ class BaseLayout:
             **{f"columns.{name}": column for name, column in columns.items()},
         }
         if recipe.limits.cost is not None:
-            taken["cost"] = self.segment_costs(recipe, aligned)
+            taken["cost"] = self.segment_costs(recipe, aligned, behind)
         return taken
 
 
@@ -291,7 +307,13 @@ class Padded(BaseLayout):
     # Costs: rows are computed at their full width, empty ones too.
 
     def micro_batch_costs(
-        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
+        self,
+        cost: Cost,
+        rows: IntArray,
+        widths: IntArray,
+        owner: IntArray,
+        aligned: IntArray,
+        behind: IntArray | None = None,
     ) -> FloatArray:
         """The modelled work of micro-batches: every row at the full width.
 
@@ -447,14 +469,21 @@ class Packed(BaseLayout):
     # Costs: segments attend within themselves; everything else costs every slot.
 
     def micro_batch_costs(
-        self, cost: Cost, rows: IntArray, widths: IntArray, owner: IntArray, aligned: IntArray
+        self,
+        cost: Cost,
+        rows: IntArray,
+        widths: IntArray,
+        owner: IntArray,
+        aligned: IntArray,
+        behind: IntArray | None = None,
     ) -> FloatArray:
         """The modelled work of micro-batches, padding included.
 
         `owner` is the micro-batch of each segment, `aligned` its aligned length.
         """
         length = aligned.astype(np.float64)  # a square may not fit 64 bits
-        pairs = sum_by(owner, length * length, len(rows))
+        seen = length if behind is None else length + 2.0 * behind
+        pairs = sum_by(owner, length * seen, len(rows))
         count = np.bincount(owner, minlength=len(rows))
         return (
             cost.per_token * (rows * widths)

@@ -17,7 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 from evenstep.core import measures, plan_file
 from evenstep.core.checks import offsets_nest
 from evenstep.core.measures import step_means, step_times
+from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import (
+    BoolArray,
     FloatArray,
     IntArray,
     Ragged,
@@ -158,48 +160,74 @@ class MicroBatch:
         """The same rows and width without these samples; their slots become padding."""
         # How many of the segments that stay come before each: where rows start then.
         keep = np.isin(self.segments.sample, np.asarray(samples, np.int64), invert=True)
+        keep = self._with_ancestors(keep)
         kept_before = np.concatenate(([0], np.cumsum(keep)))
         return self._take(np.flatnonzero(keep), kept_before[self.row_offsets], self.width)
 
     def renumbered(self, numbers: IntArray) -> MicroBatch:
         """The same with sample i numbered `numbers[i]`, for example with its id in a source."""
         segments = self.segments
-        named = Segments(numbers[segments.sample], segments.start, segments.length)
+        named = replace(segments, sample=numbers[segments.sample])
         return replace(self, segments=named)
 
     @property
-    def parts(self) -> IntArray:
-        """The part of each segment that stays together: its group, or the segment alone.
+    def own(self) -> BoolArray:
+        """Which segments are a sample's own: all but those that others see in front."""
+        return _own(self.segments.parent, len(self.segments))
 
-        Parts are numbered by first appearance: groups [7, 3, 7] -> [0, 1, 0].
+    @property
+    def parts(self) -> IntArray:
+        """The part of each segment that stays together: its group, its tree, or the segment alone.
+
+        Parts are numbered by first appearance: groups [7, 3, 7] -> [0, 1, 0]. One tree alone has
+        a part for each sample.
         """
-        if self.groups is None:
+        if self.groups is not None:
+            return by_first_appearance(self.groups)[0]
+        if self.segments.parent is None:
             return np.arange(len(self.segments))
-        return by_first_appearance(self.groups)[0]
+        trees = np.cumsum(self.segments.parent < 0) - 1
+        samples: IntArray = by_first_appearance(self.segments.sample)[0]
+        return trees if int(trees[-1]) else samples
 
     def halves(self) -> tuple[MicroBatch, MicroBatch]:
         """Two micro-batches of about half the slots each, with groups whole.
 
         The second is empty if there are fewer than two parts. Padded rows keep their width; packed
-        rows are as wide as needed.
+        rows are as wide as needed. What samples of both halves share is in both.
         """
         part, count = self.parts, int(self.parts.max(initial=-1)) + 1
         if count < 2:
-            return self, self._of(np.empty(0, np.int64))
+            return self, self._of(np.zeros(len(part), bool))
         # Divide where the larger half is the smallest: by rows if padded, else by slots.
         size = rounded_up(self.segments.length, self.alignment)
         done = np.cumsum(sum_by(part, np.ones(len(part)) if self._padded else size, count))[:-1]
         total = len(part) if self._padded else int(size.sum())
         first = part <= int(np.argmin(np.maximum(done, total - done)))
-        return self._of(np.flatnonzero(first)), self._of(np.flatnonzero(~first))
+        return self._of(self._with_ancestors(first)), self._of(self._with_ancestors(~first))
+
+    def _with_ancestors(self, chosen: BoolArray) -> BoolArray:
+        """The own segments among `chosen`, and all that they see in front."""
+        parent = self.segments.parent
+        if parent is None:
+            return chosen
+        chosen = chosen & self.own
+        level = chosen
+        while level.any():
+            above = np.unique(parent[level])
+            level = np.zeros(len(chosen), bool)
+            level[above[above >= 0]] = True
+            chosen = chosen | level
+        return chosen
 
     @property
     def _padded(self) -> bool:
         """Whether it has several rows of at most one segment each."""
         return self.rows > 1 and int(np.diff(self.row_offsets).max()) <= 1
 
-    def _of(self, chosen: IntArray) -> MicroBatch:
-        """The segments at `chosen`, in the same kind of rows."""
+    def _of(self, which: BoolArray) -> MicroBatch:
+        """These segments, in the same kind of rows."""
+        chosen = np.flatnonzero(which)
         count = len(chosen)
         if self._padded and count:
             return self._take(chosen, np.arange(count + 1), self.width)
@@ -208,15 +236,36 @@ class MicroBatch:
         return self._take(chosen, np.array([0, count]), max(rounded_up(slots, unit), unit))
 
     def _take(self, chosen: IntArray, row_offsets: IntArray, width: int) -> MicroBatch:
+        """The segments at `chosen`, with their ancestors."""
+        segments, user = self.segments.take(chosen), chosen
+        if segments.parent is not None:
+            # A segment that is shared is named after the first sample that uses it: as children
+            # follow it, that is the next own segment.
+            own = np.where(self.own[chosen], np.arange(len(chosen)), len(chosen))
+            user = chosen[np.minimum.accumulate(own[::-1])[::-1]]
+            above = np.searchsorted(chosen, segments.parent)
+            segments = replace(
+                segments,
+                sample=self.segments.sample[user],
+                parent=np.where(segments.parent < 0, -1, above),
+            )
         return replace(
             self,
-            segments=self.segments.take(chosen),
+            segments=segments,
             row_offsets=row_offsets,
             width=width,
-            sample_lengths=self.sample_lengths[chosen],
-            truncated_to=self.sample_ends[chosen],
-            groups=None if self.groups is None else self.groups[chosen],
+            sample_lengths=self.sample_lengths[user],
+            truncated_to=self.sample_ends[user],
+            groups=None if self.groups is None else self.groups[user],
         )
+
+
+def _own(above: IntArray | None, count: int) -> BoolArray:
+    """Which of `count` segments are no parent of another; `above` are the parents."""
+    own = np.ones(count, bool)
+    if above is not None:
+        own[above[above >= 0]] = False
+    return own
 
 
 def samples_of(micro_batches: Iterable[MicroBatch]) -> IntArray:
@@ -227,6 +276,7 @@ def samples_of(micro_batches: Iterable[MicroBatch]) -> IntArray:
 
 _HASHED = 64  # segments and micro-batches that a hash looks at
 _OFFSETS = ("row_offsets", "micro_offsets", "cell_offsets")
+_OPTIONAL = ("groups", "sample_ids", "prefix_order", "prefix_shared")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -258,12 +308,15 @@ class Plan:
     groups: IntArray | None = None
     columns: Mapping[str, IntArray] = field(default_factory=dict)
     sample_ids: IntArray | None = None
+    prefix_order: IntArray | None = None
+    """With `prefix_shared`: the `Prefixes` of the samples, if they were given."""
+    prefix_shared: IntArray | None = None
 
     def __post_init__(self) -> None:
         # Arrays become read-only copies, unless they already are (see `frozen`).
         for name in ("lengths", "step_of", "widths", *_OFFSETS):
             object.__setattr__(self, name, frozen(getattr(self, name)))
-        for name in ("groups", "sample_ids"):
+        for name in _OPTIONAL:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, frozen(getattr(self, name)))
         columns = {name: frozen(column) for name, column in self.columns.items()}
@@ -379,7 +432,7 @@ class Plan:
         """
         recipe, owner = self.recipe, self.micro_batch_of_segment
         return recipe.layout.micro_batch_costs(
-            recipe.cost, self.rows, self.widths, owner, self.aligned_lengths
+            recipe.cost, self.rows, self.widths, owner, self.aligned_lengths, self.segments.behind
         )
 
     @property
@@ -401,6 +454,29 @@ class Plan:
         """The micro-batch of each segment."""
         return np.repeat(np.arange(self.num_micro_batches), np.diff(self.segment_offsets))
 
+    # Shared prefixes ---------------------------------------------------------------------------
+
+    @property
+    def own(self) -> BoolArray:
+        """Which segments are a sample's own: all but those that others see in front."""
+        return _own(self.parents, len(self.segments))
+
+    @property
+    def parents(self) -> IntArray | None:
+        """The parent of each segment, counted from the first segment of the plan; -1 for none."""
+        parent = self.segments.parent
+        if parent is None:
+            return None
+        first = self.segment_offsets[:-1][self.micro_batch_of_segment]
+        return np.where(parent < 0, -1, parent + first)
+
+    @property
+    def prefixes(self) -> Prefixes | None:
+        """What the samples share at their start; None if it was not given."""
+        if self.prefix_order is None or self.prefix_shared is None:
+            return None
+        return Prefixes(self.prefix_order, self.prefix_shared)
+
     # Order of samples --------------------------------------------------------------------------
 
     @property
@@ -408,10 +484,11 @@ class Plan:
         """Forward permutation: the i-th segment to run is number `order[i]` in sample order.
 
         Sample order is by sample, then by start. Without splitting or dropping, `order[i]` is
-        the sample that runs i-th.
+        the sample that runs i-th. Shared prefixes are left out: only own segments are counted.
         """
         # The inverse of sorting by sample and start.
-        by_sample = np.lexsort((self.segments.start, self.segments.sample))
+        own = slice(None) if self.segments.parent is None else self.own
+        by_sample = np.lexsort((self.segments.start[own], self.segments.sample[own]))
         order = np.empty(len(by_sample), np.int64)
         order[by_sample] = np.arange(len(by_sample))
         return order
@@ -420,15 +497,16 @@ class Plan:
         """Put one value (or row) per segment, given in execution order, back in sample order.
 
         An execution order of [3, 0, 2, 1] with rows [30, 0, 20, 10] restores [0, 10, 20, 30].
+        Where samples share prefixes, values are those of own segments: one per sample.
         """
-        array = np.asarray(values)
-        if len(array) != len(self.segments):
+        array, order = np.asarray(values), self.order
+        if len(array) != len(order):
             raise InputError(
-                f"restore got {len(array)} values but the plan has {len(self.segments)} segments. "
+                f"restore got {len(array)} values but the plan has {len(order)} segments. "
                 f"Pass one value per segment, in execution order."
             )
         restored = np.empty_like(array)
-        restored[self.order] = array
+        restored[order] = array
         return restored
 
     def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Recipe, dict[str, bytes]]]:
@@ -541,7 +619,8 @@ class Plan:
             **{name: getattr(self, name) for name in _OFFSETS},
             **{f"column:{name}": column for name, column in self.columns.items()},
         }
-        optional = {"groups": self.groups, "sample_ids": self.sample_ids}
+        optional = {name: getattr(self, name) for name in _OPTIONAL}
+        optional["parent"] = self.segments.parent
         return arrays | {name: array for name, array in optional.items() if array is not None}
 
     def _encode(self) -> bytes:
@@ -560,7 +639,8 @@ class Plan:
             for name in list(arrays)
             if name.startswith("column:")
         }
-        segments = Segments(arrays.pop("sample"), arrays.pop("start"), arrays.pop("length"))
+        parent = arrays.pop("parent", None)
+        segments = Segments(arrays.pop("sample"), arrays.pop("start"), arrays.pop("length"), parent)
         return cls(recipe=recipe, segments=segments, columns=columns, **arrays)
 
 
@@ -590,19 +670,20 @@ def step_plan(plan: Plan, step: int, samples: IntArray) -> Plan:
     micros = plan.micro_offsets[cells[0] : cells[-1] + 1]
     rows = plan.row_offsets[micros[0] : micros[-1] + 1]
     segments = plan.segments.take(slice(int(rows[0]), int(rows[-1])))
+    prefixes = None if plan.prefixes is None else plan.prefixes.take(samples)
     return Plan(
         recipe=plan.recipe,
         lengths=plan.lengths[samples],
         step_of=np.minimum(plan.step_of[samples], 0),
-        segments=Segments(
-            np.searchsorted(samples, segments.sample), segments.start, segments.length
-        ),
+        segments=replace(segments, sample=np.searchsorted(samples, segments.sample)),
         row_offsets=rows - rows[0],
         micro_offsets=micros - micros[0],
         cell_offsets=cells - cells[0],
         widths=plan.widths[cells[0] : cells[-1]],
         groups=None if plan.groups is None else plan.groups[samples],
         columns={name: column[samples] for name, column in plan.columns.items()},
+        prefix_order=None if prefixes is None else prefixes.order,
+        prefix_shared=None if prefixes is None else prefixes.shared,
     )
 
 
@@ -666,6 +747,12 @@ def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:
     parts, before = [], 0
     for plan, names in zip(plans, sample_ids, strict=True):
         arrays = plan._arrays()
+        if any(each.segments.parent is not None for each in plans):
+            arrays.setdefault("parent", np.full(len(plan.segments), -1))
+        if any(each.prefixes is not None for each in plans):
+            alone = Prefixes(np.arange(len(names)), np.zeros(len(names), np.int64))
+            prefixes = plan.prefixes or alone
+            arrays |= {"prefix_order": names[prefixes.order], "prefix_shared": prefixes.shared}
         arrays["sample"] = names[plan.segments.sample]
         arrays["step_of"] = np.where(plan.step_of < 0, -1, plan.step_of + before)
         parts.append(arrays | {name: np.diff(arrays[name]) for name in _OFFSETS})

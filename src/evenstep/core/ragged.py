@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+BoolArray: TypeAlias = NDArray[np.bool_]
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
 
@@ -160,10 +161,17 @@ class Segments:
     sample: IntArray
     start: IntArray
     length: IntArray
+    parent: IntArray | None = None
+    """The segment that each one sees in front of itself, counted from the first segment of its
+    micro-batch; -1 for none. None if no segment has one."""
 
     def __post_init__(self) -> None:
         for name in ("sample", "start", "length"):
             object.__setattr__(self, name, frozen(getattr(self, name)))
+        if self.parent is not None:
+            parent = frozen(self.parent)
+            object.__setattr__(self, "parent", parent if (parent != -1).any() else None)
+            assert len(parent) == len(self.sample), "columns must have equal length"
         assert len(self.sample) == len(self.start) == len(self.length), (
             "columns must have equal length"
         )
@@ -171,9 +179,20 @@ class Segments:
     def __len__(self) -> int:
         return len(self.sample)
 
+    def __setstate__(self, state: list[Any]) -> None:
+        # Segments that were pickled before they had parents have three columns.
+        for name, column in zip(self.__slots__, (*state, None), strict=False):
+            object.__setattr__(self, name, column)
+
+    @property
+    def behind(self) -> IntArray | None:
+        """The tokens that each segment sees in front of itself; None if no segment has a parent."""
+        return None if self.parent is None else np.where(self.parent < 0, 0, self.start)
+
     def take(self, index: IntArray | slice) -> Segments:
-        """The segments at `index`, in that order."""
-        return Segments(self.sample[index], self.start[index], self.length[index])
+        """The segments at `index`, in that order; of whole micro-batches if they have parents."""
+        parent = None if self.parent is None else self.parent[index]
+        return Segments(self.sample[index], self.start[index], self.length[index], parent)
 
 
 # Sample ids: the stored item that a sample comes from, and which sample of that item it is.

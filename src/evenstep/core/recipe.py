@@ -291,6 +291,8 @@ class Limits:
              padded rows at the full width
     columns  the most that a micro-batch may hold of each per-sample column that the caller gives
              (image patches, loss tokens), by name
+    gathered the most keys that a micro-batch gathers for segments that see a shared prefix in
+             front: those tokens and their own; by default 8 times the slots of a micro-batch
 
     Several packed rows share the limits evenly, and a group stays in one row.
 
@@ -300,8 +302,11 @@ class Limits:
 
     cost: float | None = None
     columns: Mapping[str, int] = field(default_factory=dict)
+    gathered: int | None = None
 
     def __post_init__(self) -> None:
+        if self.gathered is not None:
+            whole_field(self, "limits.gathered")
         if not isinstance(self.columns, Mapping):
             raise ConfigError(
                 f"limits.columns must map the name of each column to the most that a micro-batch "
@@ -316,7 +321,12 @@ class Limits:
             raise ConfigError(f"limits.cost must be finite and above 0, got {self.cost:g}.")
 
     def __hash__(self) -> int:
-        return hash((self.cost, frozenset(self.columns.items())))
+        return hash((self.cost, frozenset(self.columns.items()), self.gathered))
+
+    def __setstate__(self, state: list[Any]) -> None:
+        # Limits that were pickled before there was one on gathered keys have two fields.
+        for name, value in zip(self.__slots__, (*state, None), strict=False):
+            object.__setattr__(self, name, value)
 
     def __deepcopy__(self, memo: object) -> Limits:
         """Limits never change, so they are their own copy."""
@@ -474,6 +484,13 @@ class Recipe(Derived):
         return tuple(dict.fromkeys([*self.limits.columns, *second]))
 
     @cached_property
+    def gathered(self) -> int | None:
+        """The most keys that a micro-batch gathers: `limits.gathered`, or its default."""
+        if self.limits.gathered is not None or self.layout.budget is None:
+            return self.limits.gathered
+        return 8 * self.layout.budget
+
+    @cached_property
     def saving(self) -> float:
         """`min_saving`, or its default."""
         if self.min_saving is not None:
@@ -504,12 +521,12 @@ class Recipe(Derived):
         if self.limits.cost is None:
             return None if capacity is None else capacity // unit * unit
         most = (MOST if capacity is None else capacity) // unit
-        share = self.layout.cost_share(self)
+        share = self.layout.cost_share(self) * (1 + 1e-12)  # 3 tokens of 0.1 fit 0.3
         # Cost grows with length: bisect for the longest segment within the limit.
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            if float(self.layout.segment_costs(self, np.array([middle * unit]))[0]) <= share:
+            if self.layout.segment_costs(self, np.array([middle * unit]))[0] <= share:
                 low = middle
             else:
                 high = middle - 1
@@ -519,6 +536,8 @@ class Recipe(Derived):
         """Plain data for JSON; `Recipe.from_dict` reads it back."""
         words = asdict(self)
         parts = {name: words.pop(name) for name in (*_PARTS, "second_work")}
+        if self.limits.gathered is None:  # as in files of earlier versions
+            del parts["limits"]["gathered"]
         # The layout comes last, as in files of earlier versions.
         del words["layout"]
         return {**parts, **words, "layout": self.layout.to_dict()}

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from evenstep.core.plan import (
     samples_by_step,
     step_plan,
 )
+from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import (
     FloatArray,
     IntArray,
@@ -45,15 +45,21 @@ from evenstep.core.text import truth_value, whole_number
 from evenstep.data.dataset import MapStyle, as_measured
 from evenstep.data.files import refuse_empty
 from evenstep.data.order import EpochOrder
-from evenstep.data.source import ALL_DIGESTED, MeasuredSource, Progress, column_digest
+from evenstep.data.source import (
+    ALL_DIGESTED,
+    MeasuredSource,
+    Progress,
+    column_digest,
+    digest_of,
+)
 from evenstep.data.stream import (
     Estimate,
     OnError,
     SampleLookup,
     Stream,
     check_lengths,
-    digest_of,
     estimated_tokens,
+    settings_digest,
     world_for,
 )
 from evenstep.errors import ConfigError, CursorError, InputError, PlanError
@@ -91,11 +97,12 @@ class StreamPosition:
         return {**data, "inside": [list(pair) for pair in self.inside]} if self.inside else data
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], step: int) -> StreamPosition:
-        """The inverse of `to_dict`."""
+    def of(cls, cursor: Cursor) -> StreamPosition:
+        """The position that a cursor of a planned stream holds."""
+        data = cursor.position
         try:
             inside = tuple((int(ranks), int(done)) for ranks, done in data.get("inside", ()))
-            return cls(int(data["epoch"]), int(data["position"]), step, inside)
+            return cls(int(data["epoch"]), int(data["position"]), cursor.step, inside)
         except (KeyError, TypeError, ValueError) as error:
             raise CursorError(
                 f"the position {dict(data)!r} in the cursor is malformed ({error!r}). Use an "
@@ -139,9 +146,10 @@ class EpochSteps:
         order: EpochOrder,
         groups: NDArray[np.integer] | None,
         columns: Mapping[str, NDArray[Any]],
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.source, self.recipe, self.order = source, recipe, order
-        self.groups, self.columns = groups, columns
+        self.groups, self.columns, self.prefixes = groups, columns, prefixes
         self._members: Ragged | None = None  # the samples of each group
         if groups is not None:
             group, first = by_first_appearance(groups)
@@ -216,27 +224,28 @@ class EpochSteps:
             "names": sample_ids,
         }
 
+    def _about_plan(self, sample_ids: IntArray) -> dict[str, Any]:
+        """What plans take of each sample besides its length, and what samples share."""
+        shared = None if self.prefixes is None else self.prefixes.take(sample_ids)
+        return {**self._about(sample_ids), "prefixes": shared}
+
     def plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
         """(the plan of a step for the ranks that began it, the ids of its samples)."""
         at = bounds.before
         sample_ids, _ = self._sample_ids(at, bounds.after.position - at.position)
-        lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
+        lengths, about = self.source.lengths_of(sample_ids), self._about_plan(sample_ids)
         return plan_step(lengths, self._recipe_at(at), last=bounds.last, **about), sample_ids
 
     def deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
         """What is left of a step, planned for this number of ranks. Its segments are those of the
-        first plan."""
+        first plan; a sample behind a shared prefix is whole again, and may share another one."""
         micros = [micro for each in rest for micro in each]
         if all(micro.is_empty for micro in micros):
             return [rest[0]] * ranks
-        segments = Segments(
-            *(
-                np.concatenate([getattr(micro.segments, column) for micro in micros])
-                for column in ("sample", "start", "length")
-            )
+        sample, start, length, lengths, ends = (
+            np.concatenate(column) for column in zip(*map(_whole_samples, micros), strict=True)
         )
-        lengths = np.concatenate([micro.sample_lengths for micro in micros])
-        ends = np.concatenate([micro.sample_ends for micro in micros])
+        segments = Segments(sample, start, length)
         # In the order of the step: ids [7, 3, 5], segments of 5, 7, 5 -> samples 2, 0, 2
         by_id = np.argsort(sample_ids, kind="stable")
         index = by_id[np.searchsorted(sample_ids, segments.sample, sorter=by_id)]
@@ -245,7 +254,8 @@ class EpochSteps:
         # Ranks need not get equally many segments of a rest: that is not possible in general.
         recipe = on_ranks(replace(plan.recipe, steps=Steps(), equal_sizes=False), ranks)
         try:
-            again = plan_step(segments.length, recipe, last=True, **self._about(segments.sample))
+            about = self._about_plan(segments.sample)
+            again = plan_step(segments.length, recipe, last=True, **about)
         except PlanError as error:
             raise PlanError(
                 f"the rest of a step that {len(rest)} ranks have begun cannot be planned for "
@@ -255,10 +265,11 @@ class EpochSteps:
 
         def with_segments(micro: MicroBatch) -> MicroBatch:
             """A micro-batch of indices into `segments` -> a micro-batch of those segments."""
-            at = micro.segments.sample
-            return replace(
-                micro, segments=segments.take(at), sample_lengths=lengths[at], truncated_to=ends[at]
-            )
+            inside = micro.segments
+            at = inside.sample
+            start = segments.start[at] + inside.start
+            named = Segments(segments.sample[at], start, inside.length, inside.parent)
+            return replace(micro, segments=named, sample_lengths=lengths[at], truncated_to=ends[at])
 
         return [[with_segments(micro) for micro in micros] for micros in again[0]]
 
@@ -266,7 +277,7 @@ class EpochSteps:
         """One plan of a whole epoch, whose samples are numbered in the epoch's order."""
         sample_ids, _ = self._sample_ids(StreamPosition(epoch), len(self))
         lengths = self.source.lengths_of(sample_ids)
-        plan = make_plan(lengths, self.recipe, progress=progress, **self._about(sample_ids))
+        plan = make_plan(lengths, self.recipe, progress=progress, **self._about_plan(sample_ids))
         stored = np.array_equal(sample_ids, np.arange(len(sample_ids)))
         return plan if stored else replace(plan, sample_ids=sample_ids)
 
@@ -423,6 +434,26 @@ class EpochSize(NamedTuple):
     micro_batches: int
 
 
+def _whole_samples(micro: MicroBatch) -> tuple[IntArray, ...]:
+    """(sample, start, length, sample length, sample end) of each segment of its own; one behind
+    shared prefixes is the whole sample."""
+    segments, parent = micro.segments, micro.segments.parent
+    start, length = segments.start, segments.length
+    columns = segments.sample, start, length, micro.sample_lengths, micro.sample_ends
+    if parent is None:
+        return columns
+    start = np.where(parent < 0, start, 0)
+    columns = segments.sample, start, segments.start + length - start, *columns[3:]
+    own = np.isin(np.arange(len(segments)), parent, invert=True)
+    return tuple(column[own] for column in columns)
+
+
+def _all_run(plan: Plan) -> bool:
+    """Whether all tokens of the samples that run are computed: none is truncated."""
+    run = np.flatnonzero(plan.step_of >= 0)
+    return np.array_equal(plan.ends(run), plan.lengths[run])
+
+
 class PlannedStream(Stream):
     """Finite or endless steps over samples whose lengths are known.
 
@@ -439,6 +470,8 @@ class PlannedStream(Stream):
     groups       per sample, its group id; a group stays in one step or micro-batch, as
                  `recipe.groups` says
     columns      per sample, the values that `recipe.limits` and `recipe.second_work` name
+    prefixes     what samples share at their start (`find_prefixes`), which micro-batches compute
+                 once
     loss_tokens  per sample, its number of loss tokens; the denominator of the loss is then known
                  before anything is read
     on_error     `skip` leaves unreadable samples out of their micro-batch and counts them
@@ -469,6 +502,7 @@ class PlannedStream(Stream):
         shuffle: bool = True,
         groups: ArrayLike | None = None,
         columns: Mapping[str, ArrayLike] | None = None,
+        prefixes: Prefixes | None = None,
         loss_tokens: ArrayLike | None = None,
         max_num_steps: int | None = None,
         infinite_loop: bool = False,
@@ -478,6 +512,8 @@ class PlannedStream(Stream):
         check_recipe(recipe)
         check_names(columns, recipe)
         measured = as_measured(source)
+        if prefixes is not None:
+            prefixes.check(measured.lengths_of(np.arange(len(measured))))
         super().__init__(
             measured,
             recipe,
@@ -497,7 +533,7 @@ class PlannedStream(Stream):
         order = EpochOrder(count=count, seed=self.seed, epoch=0, shuffle=self.shuffle)
         per_column = {name: per_sample(name, v, count) for name, v in (columns or {}).items()}
         self._steps: EpochSteps | PlanSteps = EpochSteps(
-            measured, recipe, order, group_ids, per_column
+            measured, recipe, order, group_ids, per_column, prefixes
         )
         self.samples = SampleLookup(measured, on_error, self.seed)
         self._start = StreamPosition()
@@ -623,7 +659,6 @@ class PlannedStream(Stream):
         works = [each.reshape(plan.num_ranks, -1) for each in works_of(plan)] if whole else []
         totals = self._totals(plan, sample_ids, works) if whole else {}
         text = f"{self.fingerprint} {at.step} {at.epoch} {at.position} {at.inside} {after.step}"
-        fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         samples, costs = self.samples.in_epoch(at.epoch), np.sum(works, axis=0)
         frozen_ids, steps = frozen(sample_ids) if whole else None, []
         for rank in ranks:
@@ -649,7 +684,7 @@ class PlannedStream(Stream):
                 plan=plan if whole else None,
                 sample_ids=frozen_ids,
                 costs=tuple(costs[rank].tolist()) if whole else (),
-                fingerprint=fingerprint,
+                fingerprint=digest_of(text, size=8).hex(),
             )
             steps.append(step)
         return steps
@@ -661,7 +696,8 @@ class PlannedStream(Stream):
         run = plan.step_of >= 0
         ideal = sum(float(work.sum()) for work in works) / plan.num_ranks
         totals: dict[str, float] = {
-            "tokens": int(plan.segments.length.sum()),
+            # Of the samples: prefixes that they share count for each.
+            "tokens": int(plan.ends(np.flatnonzero(run)).sum()),
             "empty": int((np.diff(plan.segment_offsets) == 0).sum()),
             "imbalance_step": time_of_works(works, "step") / ideal if ideal else 1.0,
             "imbalance_micro_batch": time_of_works(works, "micro_batch") / ideal if ideal else 1.0,
@@ -669,7 +705,7 @@ class PlannedStream(Stream):
         if self.on_error == "skip":
             return totals  # unreadable samples are not known yet
         totals["samples"] = int(run.sum())
-        if self._loss_tokens is not None and totals["tokens"] == plan.lengths[run].sum():
+        if self._loss_tokens is not None and _all_run(plan):
             labels = self._loss_tokens[sample_ids[run]]
             totals["loss_tokens"] = int(labels.sum())
             totals["sequences"] = int((labels > 0).sum())
@@ -704,7 +740,7 @@ class PlannedStream(Stream):
         if "lengths" not in cursor.identity:  # written by version 0.1.0
             del identity["lengths"]
         cursor.check(identity)
-        at = StreamPosition.from_dict(cursor.position, cursor.step)
+        at = StreamPosition.of(cursor)
         if not 0 <= at.position <= len(self._steps):
             raise CursorError(
                 f"the cursor is at position {at.position}, but an epoch has {len(self._steps)} "
@@ -744,7 +780,7 @@ class PlannedStream(Stream):
             names = [name for name in self.recipe.columns if name in columns]
             digests = {name: column_digest(columns[name], ALL_DIGESTED) for name in names}
             identity["columns"] = digests
-        return digest_of(
+        return settings_digest(
             {
                 **identity,
                 "recipe": self.recipe.to_dict(),
@@ -763,10 +799,11 @@ class PlannedStream(Stream):
     @cached_property
     def _identity_inside(self) -> dict[str, str]:
         """What a cursor inside a step belongs to: there, only the ranks may change."""
+        if isinstance(self._steps, PlanSteps):
+            return self._identity
         recipe = self.recipe.to_dict()
         recipe["topology"] = {**recipe["topology"], "dp": None}
-        from_plan = isinstance(self._steps, PlanSteps)
-        return self._identity if from_plan else {**self._identity, "recipe": digest_of(recipe)}
+        return {**self._identity, "recipe": settings_digest(recipe)}
 
     # Length ------------------------------------------------------------------------------------
 

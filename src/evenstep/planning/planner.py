@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evenstep.core.plan import Plan
+from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import IntArray, Segments, offsets_of, rounded_up, sum_by
 from evenstep.core.recipe import Recipe, Steps, check_recipe
 from evenstep.errors import PlanError
@@ -39,6 +40,7 @@ from evenstep.planning.steps import (
     most_that_fit,
     too_large,
 )
+from evenstep.planning.trees import check_trees, share_prefixes, with_shared_sizes
 from evenstep.planning.units import Units, check_units, refusal, refused, segments_of, units_of
 
 
@@ -48,22 +50,24 @@ def make_plan(
     *,
     groups: ArrayLike | None = None,
     columns: Mapping[str, ArrayLike] | None = None,
+    prefixes: Prefixes | None = None,
     names: IntArray | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Plan samples of these lengths. Pure: the same arguments give the same plan everywhere.
 
     `groups` gives each sample a group id, an integer or a text. `columns` gives each sample the
-    numbers that `recipe.limits.columns` and `recipe.second_work` name. `names` is what error
-    messages call the samples, for example their ids in a source. `progress(done, total)` is called
-    after each step.
+    numbers that `recipe.limits.columns` and `recipe.second_work` name. `prefixes` are the tokens
+    that samples share at their beginning (`find_prefixes`): micro-batches compute these once, where
+    that saves modelled time. `names` is what error messages call the samples, for example their ids
+    in a source. `progress(done, total)` is called after each step.
 
     >>> from evenstep.core.layout import Packed
     >>> plan = make_plan([5, 3, 4, 2], Recipe(layout=Packed(max_tokens=7)))
     >>> [micro.segments.sample.tolist() for micro in plan[0, 0]]
     [[0, 3], [1, 2]]
     """
-    work = _Work.of(lengths, recipe, groups, columns, names)
+    work = _Work.of(lengths, recipe, groups, columns, names, prefixes)
     return work.decide(work.assign(), None, progress)
 
 
@@ -73,6 +77,7 @@ def plan_step(
     *,
     groups: ArrayLike | None = None,
     columns: Mapping[str, ArrayLike] | None = None,
+    prefixes: Prefixes | None = None,
     names: IntArray | None = None,
     last: bool = False,
 ) -> Plan:
@@ -81,7 +86,7 @@ def plan_step(
     With `steps.micro_batches`, the step has exactly that many per rank, unless it is the `last` of
     an epoch.
     """
-    work = _Work.of(lengths, recipe, groups, columns, names)
+    work = _Work.of(lengths, recipe, groups, columns, names, prefixes)
     step_of = np.full(len(work.lengths), -1, np.int64)
     step_of[work.kept] = 0
     return work.decide(step_of, None if last else recipe.steps.micro_batches, None)
@@ -187,6 +192,7 @@ class _Work:
     segments: Segments
     units: Units
     kept: IntArray
+    prefixes: Prefixes | None = None
 
     @classmethod
     def of(
@@ -196,6 +202,7 @@ class _Work:
         groups: ArrayLike | None,
         columns: Mapping[str, ArrayLike] | None,
         names: IntArray | None,
+        prefixes: Prefixes | None = None,
     ) -> _Work:
         """Check the samples, then divide them into segments and units."""
         check_recipe(recipe)
@@ -213,11 +220,16 @@ class _Work:
         if len(over):
             first = int(over[0])
             raise PlanError(refusal(called[first], int(counts[first]), recipe, len(over) - 1))
+        if prefixes is not None:
+            check_trees(recipe, counts, called, prefixes)
         segments, dropped = segments_of(counts, limit, recipe.overflow)
         kept = np.delete(np.arange(n), dropped)
         units = units_of(segments, recipe, limited, ids)
-        check_units(units, recipe, segments, ids, called)
-        return cls(recipe, counts, called, ids, limited, segments, units, kept)
+        alone = units
+        if prefixes is not None:
+            alone = with_shared_sizes(units, segments, recipe, prefixes)
+        check_units(alone, recipe, segments, ids, called)
+        return cls(recipe, counts, called, ids, limited, segments, units, kept, prefixes)
 
     def assign(self) -> IntArray:
         """The step of each sample; -1 if it is dropped."""
@@ -255,10 +267,15 @@ class _Work:
             units = self.units
             if total > 1:
                 segments, units = self.segments.take(chosen), units.of_segments(chosen)
-            decided.append(decide_step(segments, units, recipe, wanted))
+            if self.prefixes is None:
+                decided.append(decide_step(segments, units, recipe, wanted))
+            else:
+                decided.append(share_prefixes(segments, units, recipe, wanted, self.prefixes))
             if progress is not None:
                 progress(step + 1, total)
-        return assemble(recipe, self.lengths, step_of, decided, self.groups, self.columns)
+        return assemble(
+            recipe, self.lengths, step_of, decided, self.groups, self.columns, self.prefixes
+        )
 
     def leading(self, samples: IntArray, offsets: IntArray, *, complete: bool) -> int | None:
         """How many leading units of these samples fill a step of `steps.micro_batches`.
@@ -314,6 +331,7 @@ def assemble(
     steps: list[DecidedStep],
     groups: IntArray | None,
     columns: Mapping[str, IntArray],
+    prefixes: Prefixes | None = None,
 ) -> Plan:
     """Sort the segments of each step into rows, compute widths, and join the steps."""
     ranks = recipe.topology.dp
@@ -321,6 +339,11 @@ def assemble(
     none = np.empty(0, np.int64)
     segments = [each[0] for each in laid]
     cells = np.repeat([step.per_rank for step in steps], ranks).astype(np.int64)
+    parent = None
+    if any(each.parent is not None for each in segments):
+        parent = np.concatenate(
+            [np.full(len(s), -1) if s.parent is None else s.parent for s in segments]
+        )
     return Plan(
         recipe=recipe,
         lengths=lengths,
@@ -329,6 +352,7 @@ def assemble(
             np.concatenate([none, *(s.sample for s in segments)]),
             np.concatenate([none, *(s.start for s in segments)]),
             np.concatenate([none, *(s.length for s in segments)]),
+            parent,
         ),
         row_offsets=offsets_of(np.concatenate([none, *(each[1] for each in laid)])),
         micro_offsets=offsets_of(np.concatenate([none, *(each[2] for each in laid)])),
@@ -336,6 +360,8 @@ def assemble(
         widths=np.concatenate([none, *(each[3] for each in laid)]),
         groups=groups,
         columns=columns,
+        prefix_order=None if prefixes is None else prefixes.order,
+        prefix_shared=None if prefixes is None else prefixes.shared,
     )
 
 

@@ -1,0 +1,212 @@
+"""Which samples begin with the same tokens: an order of the samples, and what neighbours share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evenstep.core.ragged import IntArray, frozen
+from evenstep.errors import InputError
+
+Ids: TypeAlias = NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefixes:
+    """Sample `order[i]` shares its first `shared[i]` tokens with sample `order[i - 1]`.
+
+    `order` has every sample once, and `shared[0]` is 0. What any two samples share is the least
+    value between them, so trees of any depth are two arrays.
+
+    >>> prefixes = Prefixes(order=[0, 2, 1], shared=[0, 4, 2])
+    >>> prefixes.take([0, 1]).shared.tolist()
+    [0, 2]
+    """
+
+    order: IntArray
+    shared: IntArray
+
+    def __post_init__(self) -> None:
+        for name in ("order", "shared"):
+            object.__setattr__(self, name, frozen(getattr(self, name)))
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[Hashable] | NDArray[Any], lengths: ArrayLike) -> Prefixes:
+        """Samples of one group share a prompt, whose length is given for each sample.
+
+        >>> Prefixes.of_groups(["a", "b", "a"], [3, 2, 3]).shared.tolist()
+        [0, 3, 0]
+        """
+        group, prompt = _numbered(groups), np.asarray(lengths, np.int64)
+        if len(group) != len(prompt):
+            raise InputError(
+                f"there are {len(group)} groups and {len(prompt)} prompt lengths. Give one of each "
+                f"per sample."
+            )
+        order = np.argsort(group, kind="stable")
+        same = group[order][1:] == group[order][:-1]
+        differs = np.flatnonzero(same & (prompt[order][1:] != prompt[order][:-1]))
+        if len(differs):
+            one, other = order[differs[0] : differs[0] + 2].tolist()
+            raise InputError(
+                f"samples {one} and {other} are of one group, but their prompts have "
+                f"{prompt[one]} and {prompt[other]} tokens. Give one length per group, or use "
+                f"find_prefixes."
+            )
+        return cls(order, np.concatenate(([0], np.where(same, prompt[order][1:], 0)))[: len(order)])
+
+    def take(self, samples: ArrayLike) -> Prefixes:
+        """The prefixes of some samples, numbered by their position in `samples`.
+
+        A sample that is taken twice shares with itself what it shares with others.
+        """
+        position = np.empty(len(self), np.int64)
+        position[self.order] = np.arange(len(self))
+        at = position[np.asarray(samples, np.int64)]
+        order = np.argsort(at, kind="stable")
+        at, shared = at[order], np.zeros(len(order), np.int64)
+        if len(at) > 1:
+            # The least value after the sample in front, up to this one.
+            padded = np.append(self.shared, 0)
+            shared[1:] = np.minimum.reduceat(padded[: at[-1] + 2], at + 1)[:-1]
+            most = np.maximum(padded[at], padded[at + 1])
+            shared[1:] = np.where(at[1:] == at[:-1], most[1:], shared[1:])
+        return Prefixes(order, shared)
+
+    def check(self, lengths: ArrayLike, input_ids: Sequence[Any] | Ids | None = None) -> None:
+        """Raise if these are no prefixes of samples of these lengths and, if given, tokens."""
+        length = np.asarray(lengths, np.int64)
+        if len(self.order) != len(length) or len(self.shared) != len(length):
+            raise InputError(
+                f"prefixes have {len(self.order)} samples and {len(self.shared)} shared lengths "
+                f"for {len(length)} samples. Use find_prefixes of the same samples."
+            )
+        if not np.array_equal(np.sort(self.order), np.arange(len(length))):
+            raise InputError(
+                f"the order of the prefixes must have each of the samples 0 to {len(length) - 1} "
+                f"once, got {np.sort(self.order)[:8].tolist()} .... Use find_prefixes."
+            )
+        most = length[self.order]
+        most[1:] = np.minimum(most[1:], most[:-1])
+        most[:1] = 0
+        for at in np.flatnonzero((self.shared < 0) | (self.shared > most))[:1].tolist():
+            raise InputError(
+                f"sample {self.order[at]} cannot share {self.shared[at]} tokens with the one "
+                f"before it: from 0 to {most[at]} are possible. Correct shared[{at}]."
+            )
+        if input_ids is not None:
+            self._compare([_ids(sample, ids) for sample, ids in enumerate(input_ids)])
+
+    def _compare(self, input_ids: list[Ids]) -> None:
+        """Raise if tokens that two neighbours are said to share differ."""
+        for at in range(1, len(self)):
+            one, other = self.order[at - 1 : at + 1].tolist()
+            common = _common(input_ids[one], input_ids[other])
+            if common < self.shared[at]:
+                raise InputError(
+                    f"samples {one} and {other} are said to share {self.shared[at]} tokens, but "
+                    f"they differ at token {common}. Use find_prefixes, or correct the lengths."
+                )
+
+
+def find_prefixes(
+    input_ids: Sequence[Any] | Ids,
+    groups: Sequence[Hashable] | NDArray[Any] | None = None,
+    same: Mapping[str, Sequence[Any] | NDArray[Any]] | None = None,
+) -> Prefixes:
+    """Which samples begin with the same tokens.
+
+    input_ids  the token ids of each sample without padding: arrays, lists or tensors
+    groups     a group of each sample; only samples of one group share
+    same       other inputs of the model by name (images, audio), one value per sample; only samples
+               in which all of them are equal share
+
+    >>> prefixes = find_prefixes([[1, 2, 3], [7, 8], [1, 2, 4, 5]])
+    >>> prefixes.order.tolist(), prefixes.shared.tolist()
+    ([0, 2, 1], [0, 2, 0])
+    """
+    ids = [_ids(sample, tokens) for sample, tokens in enumerate(input_ids)]
+    if len({tokens.dtype for tokens in ids}) > 1:
+        ids = [np.asarray(tokens, np.int64) for tokens in ids]
+    kinds = _kinds(len(ids), groups, same or {})
+    # Samples that share tokens are neighbours in the order of their bytes, whatever that order is.
+    as_bytes = [tokens.tobytes() for tokens in ids]
+    order = np.array(sorted(range(len(ids)), key=as_bytes.__getitem__), np.int64)
+    order = order[np.argsort(kinds[order], kind="stable")]
+    shared = np.zeros(len(order), np.int64)
+    for at in (np.flatnonzero(kinds[order][1:] == kinds[order][:-1]) + 1).tolist():
+        shared[at] = _common(ids[order[at - 1]], ids[order[at]])
+    return Prefixes(order, shared)
+
+
+def _ids(sample: int, tokens: Any) -> Ids:
+    """The token ids of a sample as an array of integers."""
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError):
+        array = np.empty((0, 0))
+    if array.size == 0 and array.ndim == 1:
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InputError(
+            f"the token ids of sample {sample} must be a list or an array of integers, got "
+            f"{type(tokens).__name__}. Pass one list or array per sample."
+        )
+    return array
+
+
+def _common(one: Ids, other: Ids) -> int:
+    """How many leading tokens are equal; reads about twice as many at most."""
+    at, size, end = 0, 512, min(len(one), len(other))
+    while at < end:
+        differs = one[at : min(at + size, end)] != other[at : min(at + size, end)]
+        first = int(differs.argmax())
+        if differs[first]:
+            return at + first
+        at, size = at + size, 2 * size
+    return end
+
+
+def _kinds(
+    count: int, groups: Sequence[Hashable] | NDArray[Any] | None, same: Mapping[str, Any]
+) -> IntArray:
+    """A number of each sample; only samples of one number may share."""
+    kinds = np.zeros(count, np.int64)
+    for name, values in {"groups": groups, **same}.items():
+        if values is None:
+            continue
+        if len(values) != count:
+            raise InputError(
+                f"{name} has {len(values)} entries for {count} samples. Give one per sample."
+            )
+        plain = values if name == "groups" else [_identity(name, value) for value in values]
+        kinds = _numbered(list(zip(kinds.tolist(), _numbered(plain).tolist(), strict=True)))
+    return kinds
+
+
+def _numbered(keys: Sequence[Hashable] | NDArray[Any]) -> IntArray:
+    """Number keys by first appearance: ["b", "a", "b"] -> [0, 1, 0]."""
+    numbers: dict[Hashable, int] = {}
+    plain = keys.tolist() if hasattr(keys, "tolist") else keys
+    return np.array([numbers.setdefault(key, len(numbers)) for key in plain], np.int64)
+
+
+def _identity(name: str, value: Any) -> Hashable:
+    """What is equal for equal values, and for no others."""
+    if value is None or isinstance(value, bytes | str | int | float):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind == "O":
+        raise InputError(
+            f"same[{name!r}] has a {type(value).__name__}, which cannot be compared. Give arrays, "
+            f"bytes, numbers or texts."
+        )
+    return array.dtype.str, array.shape, hashlib.blake2b(array.tobytes()).digest()

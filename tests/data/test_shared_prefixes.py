@@ -1,0 +1,83 @@
+"""Streams whose samples share prefixes: every sample once, wherever a run stops and continues."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenstep import Packed, PlannedStream, Prefixes, Recipe, Steps, Topology, World, find_prefixes
+from evenstep.data import Lengths
+from evenstep.errors import EvenstepError
+from tests.internals import StreamPosition
+from tests.tree_cases import random_samples
+
+
+def own_samples(step: Any) -> list[int]:
+    """The samples that have a segment of their own in a step of one rank."""
+    return [
+        int(sample)
+        for micro in step.micro_batches
+        for at, sample in enumerate(micro.segments.sample)
+        if micro.segments.parent is None or at not in micro.segments.parent
+    ]
+
+
+def stream_of(samples: list[list[int]], recipe: Recipe, rank: int, ranks: int) -> PlannedStream:
+    lengths = Lengths(np.array([len(tokens) for tokens in samples]))
+    recipe = replace(recipe, topology=Topology(dp=ranks))
+    return PlannedStream(
+        lengths, recipe, world=World(rank, ranks), prefixes=find_prefixes(samples), seed=3
+    )
+
+
+@pytest.mark.parametrize("change", [(1, 2), (2, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize("steps", [Steps(), Steps(samples=9), Steps(tokens=90)])
+def test_a_stream_with_prefixes_continues_inside_a_step_on_other_ranks(
+    change: tuple[int, int], steps: Steps
+) -> None:
+    before, after = change
+    samples = random_samples(np.random.default_rng(5), 80)
+    recipe = Recipe(layout=Packed(max_tokens=40), steps=steps)
+    whole = Counter(s for step in stream_of(samples, recipe, 0, 1) for s in own_samples(step))
+    assert whole == Counter(range(len(samples)))
+    # One wave of the first step runs on `before` ranks, everything else on `after`.
+    seen = Counter[int]()
+    for rank in range(before):
+        first = next(iter(stream_of(samples, recipe, rank, before)))
+        micro = first.micro_batches[0]
+        parent = micro.segments.parent
+        for at, sample in enumerate(micro.segments.sample):
+            if parent is None or at not in parent:
+                seen[int(sample)] += 1
+    cursor = stream_of(samples, recipe, 0, before).cursor(StreamPosition().within(before, 1))
+    for rank in range(after):
+        stream = stream_of(samples, recipe, rank, after)
+        stream.load_state_dict(cursor.to_dict())
+        for step in stream:
+            seen.update(own_samples(step))
+    assert seen == whole
+
+
+def test_prefixes_of_other_samples_are_refused() -> None:
+    lengths = Lengths(np.array([3, 4, 5]))
+    recipe = Recipe(layout=Packed(max_tokens=16))
+    for prefixes in (
+        Prefixes(np.arange(2), np.zeros(2, np.int64)),
+        Prefixes(np.arange(3), np.full(3, 9)),
+    ):
+        with pytest.raises(EvenstepError, match=r"find_prefixes|Correct shared"):
+            PlannedStream(lengths, recipe, prefixes=prefixes)
+
+
+def test_an_epoch_of_a_stream_is_one_plan_with_its_prefixes() -> None:
+    samples = random_samples(np.random.default_rng(6), 60)
+    recipe = Recipe(layout=Packed(max_tokens=64), steps=Steps(samples=16))
+    stream = stream_of(samples, recipe, 0, 1)
+    plan = stream.plan_epoch(0)
+    by_step = [sum(micro.tokens for micro in step.micro_batches) for step in stream]
+    assert [sum(m.tokens for rank in step for m in rank) for step in plan] == by_step
+    assert plan.segments.parent is not None
