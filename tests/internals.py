@@ -190,7 +190,14 @@ if TYPE_CHECKING:
     from evenstep.tensors.head import Wanted, score
     from evenstep.tensors.losses import Outcome, merge
     from evenstep.tensors.restore import Key as OriginKey
-    from evenstep.tensors.segment_attention import BACKENDS, Call, choose, refusal, varlen
+    from evenstep.tensors.segment_attention import (
+        BACKENDS,
+        Call,
+        attend,
+        choose,
+        refusal,
+        varlen,
+    )
     from evenstep.testing.content import content_of
     from evenstep.testing.gradients import errors_of_parameters
     from evenstep.testing.plans import shortest_first

@@ -88,6 +88,8 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
             f"{type(model).__name__} has an encoder and a decoder, which take two sequences per "
             f"sample. Pass a forward that gives it both, over padded rows."
         )
+    if batch.tree is not None:
+        _check_tree(batch, model, traits, labels)
     real, extras = batch.token_mask, _extras(batch, traits)
     # Ragged entries are end to end in the order of segments, which is that of tokens.
     ragged = {name: e.values for name, e in extras.items() if isinstance(e, RaggedTensor)}
@@ -109,12 +111,40 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
         # Not with images: transformers passes these on to the vision tower, which has its own.
         kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
         kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
+    if (tree := batch.tree) is not None:
+        kwargs |= {"cu_seq_lens_k": tree.cu_seqlens_k, "max_length_k": tree.max_seqlen_k}
+        kwargs["key_slots"] = tree.key_slots  # of evenstep's attention
     if labels:
         kwargs |= loss_inputs(batch, model)
         refuse_router_loss(
             model, "Use `hf_forward(model, outputs='router_logits')` with the loss load_balancing"
         )
     return traits.accepted(kwargs)
+
+
+def _check_tree(batch: Batch, model: Any, traits: Traits, labels: bool) -> None:
+    """Raise if the model cannot run samples that share prefixes, by its arguments."""
+    taken = sorted(batch.unshared.extras.keys() & traits.parameters.keys() - {*_SET_HERE})
+    config = None if model is None else text_config(core_of(model))
+    why = None
+    if getattr(config, "_attn_implementation", None) != "evenstep":
+        raise ConfigError(
+            f"the samples of this batch share prefixes, which only Evenstep's attention can run, "
+            f"but {traits.name} has another implementation. Call use_attention(model) of "
+            f"evenstep.integrations.hf_attention and pass the model, or plan without prefixes."
+        )
+    if not traits.takes_any:
+        why = "does not pass keyword arguments on to its attention"
+    elif traits.padding is not None or traits.rope_indexer is not None:
+        why = "computes positions from the tokens of a row"
+    elif taken:
+        why = f"takes the extra {taken[0]!r} of each sample"
+    elif labels:
+        why = "computes its own loss, which sees each slot once"
+    if why is not None:
+        raise ConfigError(
+            f"{traits.name} {why}, so samples cannot share prefixes. Plan without prefixes."
+        )
 
 
 def _extras(batch: Batch, traits: Traits) -> dict[str, Any]:
@@ -148,11 +178,15 @@ def _extras(batch: Batch, traits: Traits) -> dict[str, Any]:
 
 
 def _positions(batch: Batch, model: Any, traits: Traits, extras: Mapping[str, Any]) -> Tensor:
-    """Positions that start at 0 in each segment. Those of padding stay below the longest segment:
-    beyond it, longrope would change its frequencies and learned positions may not exist."""
-    positions = batch.position_ids % batch.seqlens.max().clamp(min=1)
+    """Positions that start at 0 in each segment, or count on behind a shared prefix.
+
+    Those of padding stay below the longest sample: beyond it, longrope would change its frequencies
+    and learned positions may not exist.
+    """
+    longest = batch.seqlens.max() if batch.tree is None else batch.unshared.seqlens.max()
+    positions = batch.position_ids % longest.clamp(min=1)
     if traits.rope_limit is not None:
-        traits.rope_limit.check(batch)
+        traits.rope_limit.check(batch.unshared)
     if traits.rope_indexer is not None:
         index = core_of(model).get_submodule(traits.rope_indexer).get_rope_index
         planes = _rope_planes(batch, index, traits.rope_axes, positions, extras)

@@ -6,7 +6,8 @@
     use_attention(model)  # or on a loaded model, with a check that its layers call it
 
 Segments are told apart by `cu_seq_lens_q`, else by `position_ids` that restart. A 2-D padding mask
-is honoured. With neither, each row is one segment. Sliding windows, soft caps and sinks are exact.
+is honoured. With neither, each row is one segment. Where samples share prefixes, `key_slots` and
+`cu_seq_lens_k` say which keys a segment sees. Sliding windows, soft caps and sinks are exact.
 Refused, with an error: chunks, image blocks that see both ways, position biases, a cache, masks of
 other shapes, and every keyword that is not understood.
 """
@@ -19,16 +20,20 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import Segments
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_arguments import configs_in, hf_kwargs, traits_of
 from evenstep.integrations.huggingface import packed_row, undisturbed
-from evenstep.tensors.batch import Boundaries
+from evenstep.tensors.batch import Batch, Boundaries
+from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import Call, attend
 
 __all__ = ["register_attention", "use_attention"]
@@ -68,6 +73,7 @@ def attention_function(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     position_ids: Tensor | None = None,
+    key_slots: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: attention within segments, (rows, width, heads, dim).
@@ -75,7 +81,7 @@ def attention_function(
     `model(**hf_kwargs(batch))` passes the boundaries of a batch.
     """
     _refuse_keywords(module, keywords)
-    _refuse_lengths(module, query, key, cu_seq_lens_q, cu_seq_lens_k)
+    _refuse_lengths(module, query, key, cu_seq_lens_q, cu_seq_lens_k, key_slots)
     rule = rule_of(attention_mask)
     if rule is None:  # what the layer says, not its mask
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -96,15 +102,18 @@ def attention_function(
             f"{'no window' if rule.window is None else f'a window of {rule.window}'}. Use "
             f"attn_implementation='sdpa' for this model."
         )
+    bounds = hints.boundaries()
+    if key_slots is not None:  # samples share prefixes
+        assert cu_seq_lens_k is not None
+        bounds = bounds.seeing(key_slots, cu_seq_lens_k, int(max_length_k or len(key_slots)))
     if not torch.compiler.is_compiling() and (calls := _CALLS.get()) is not None:
-        calls.append((module, hints.boundaries()))
+        calls.append((module, bounds))
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return value.new_zeros(shape), None
     # One dtype for all three: that of autocast, else that of the value, which is as projected.
     kind = value.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    bounds = hints.boundaries()
     call = Call(
         query, key, value, bounds, rule.causal, rule.window, scaling, softcap, s_aux, dropout
     )
@@ -172,9 +181,9 @@ _CALLS: ContextVar[list[tuple[nn.Module, Boundaries]] | None] = ContextVar("call
 """Where the attention function records its calls during that forward, instead of computing."""
 
 
-def fault_of(model: Any, **inputs: Any) -> str | None:
+def fault_of(model: Any, *, shared: bool = False, **inputs: Any) -> str | None:
     """Why a model that has this attention implementation would not run it within segments, by one
-    packed forward with recorded calls; None if it would."""
+    packed forward with recorded calls; None if it would. With `shared`, segments see others."""
     calls: list[tuple[nn.Module, Boundaries]] = []
     ran: list[nn.Module] = []  # attention layers, by their names
     roots = _roots(model)
@@ -182,14 +191,15 @@ def fault_of(model: Any, **inputs: Any) -> str | None:
         return None
     try:
         tokens = torch.tensor(traits_of(roots[0]).plain_tokens(sum(_PAIR)))
-        batch = packed_row(tokens.split(_PAIR)).to(roots[0].get_input_embeddings().weight.device)
+        batch = _shared_row(tokens) if shared else packed_row(tokens.split(_PAIR))
+        batch = batch.to(roots[0].get_input_embeddings().weight.device)
         with undisturbed(model), ExitStack() as stack:
             for part in model.modules():
                 if "attention" in type(part).__name__.lower():
                     hook = part.register_forward_pre_hook(lambda part, _: ran.append(part))
                     stack.callback(hook.remove)
             stack.callback(_CALLS.reset, _CALLS.set(calls))
-            model(**hf_kwargs(batch), **inputs)
+            model(**hf_kwargs(batch, roots[0] if shared else None), **inputs)
     except ConfigError as error:
         return str(error).rstrip(".")
     except Exception as error:
@@ -205,7 +215,17 @@ def fault_of(model: Any, **inputs: Any) -> str | None:
         if bounds.cu_seqlens.tolist() != batch.cu_seqlens.tolist():
             kind = type(module).__name__
             return f"its {kind} receives neither cu_seq_lens_q nor position_ids that restart"
+        if shared and bounds.index is None:
+            return f"its {type(module).__name__} does not receive the slots of its keys"
     return None
+
+
+def _shared_row(tokens: Tensor) -> Batch:
+    """Two samples that share a prefix."""
+    starts, parents = np.array([0, 2, 2]), np.array([-1, 0, 0])
+    segments = Segments(np.array([0, 0, 1]), starts, np.array([2, 2, 2]), parents)
+    micro = MicroBatch(segments, np.array([0, 3]), 6, np.array([4, 4, 4]))
+    return Collator()(micro, [{"input_ids": row} for row in (tokens[:-1], tokens[[0, 1, 2, 4]])])
 
 
 def _roots(model: Any) -> list[Any]:
@@ -231,8 +251,9 @@ def _refuse_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
 
 
 def _refuse_lengths(
-    module: nn.Module, query: Tensor, key: Tensor, ends: Tensor | None, key_ends: Tensor | None
-) -> None:
+    module: nn.Module, query: Tensor, key: Tensor, ends: Tensor | None, key_ends: Tensor | None,
+    key_slots: Tensor | None,
+) -> None:  # fmt: skip
     if key.shape[2] != query.shape[2]:
         raise ConfigError(
             f"{type(module).__name__} has {key.shape[2]} keys for {query.shape[2]} queries, from a "
@@ -241,7 +262,7 @@ def _refuse_lengths(
         )
     if ends is None and key_ends is not None:
         raise ConfigError("cu_seq_lens_k is given without cu_seq_lens_q. Pass both.")
-    if ends is None or key_ends is None or ends is key_ends:
+    if ends is None or key_ends is None or ends is key_ends or key_slots is not None:
         return
     compiled = torch.compiler.is_compiling()  # which must not read the device
     if ends.shape != key_ends.shape or not (compiled or torch.equal(ends, key_ends)):

@@ -107,10 +107,13 @@ def hf_forward(
             second = "Pass forward=hf_forward(model, outputs='router_logits') and a second loss"
             refuse_router_loss(model, f"{second}, load_balancing")
         _check_attention(model)
+        if batch.tree is not None:
+            _check_shares(model, batch)
         if isinstance(unwrapped(model), FSDPModule):
             # Its forwards communicate, so all ranks judge it now, packed batch or not.
             support_of(unwrapped(model))
-        if one_segment_per_row(batch) or _may_pack(model, batch, unsupported):
+        on_unsupported = unsupported if batch.tree is None else "raise"
+        if one_segment_per_row(batch) or _may_pack(model, batch, on_unsupported):
             tensors = _run(model, batch, outputs)
         else:
             padded, slots = _in_own_rows(batch)
@@ -215,6 +218,7 @@ def _hidden_and_logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tens
 
 _WARNED: WeakSet[Any] = WeakSet()
 _CHECKED: WeakSet[Any] = WeakSet()
+_SHARES: WeakSet[Any] = WeakSet()
 
 
 def _check_attention(model: Any) -> None:
@@ -232,6 +236,22 @@ def _check_attention(model: Any) -> None:
             f"Use another implementation, with the padded layout."
         )
     _CHECKED.add(inner)
+
+
+def _check_shares(model: Any, batch: Batch) -> None:
+    """Refuse samples that share prefixes if the model's layers do not see what is in front."""
+    inner = unwrapped(model)
+    if inner in _SHARES:
+        return
+    hf_kwargs(batch, model)  # says what its arguments prevent
+    from evenstep.integrations.hf_attention import fault_of
+
+    why = fault_of(inner, shared=True)
+    if why is not None:
+        raise ConfigError(
+            f"{type(inner).__name__} cannot share prefixes: {why}. Plan without prefixes."
+        )
+    _SHARES.add(inner)
 
 
 def _may_pack(model: Any, batch: Batch, unsupported: Unsupported) -> bool:

@@ -9,7 +9,8 @@ tail padding of the row. Tiles cover every slot exactly once.
 
 Two numbers of a slot are equal unless `place_ids` says otherwise: `position_ids`, which the model
 sees, and the place in the tile, which says what is padding and which token follows. The boundaries
-of queries and of keys are equal unless `Boundaries.seen` says otherwise.
+of queries and of keys are equal unless `Boundaries.seen` says otherwise. Both differ where samples
+share a prefix (`Tree`).
 """
 
 from __future__ import annotations
@@ -123,6 +124,32 @@ class Continuation(_Movable):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Tree(_Movable):
+    """What a batch holds besides its slots where samples share a prefix, which runs once.
+
+        samples  a b c d | a b c e     slots  a b | c d | c e     keys  a b | a b c d | a b c e
+
+    A model runs the slots. Losses, normalizations and results are of `samples`: the same samples
+    whole and end to end, with labels, weights and extras of each.
+    """
+
+    samples: Batch
+    slots: Tensor  # (tokens of samples) int64: the slot of each token
+    key_slots: Tensor  # (keys) int64: of each tile, the slots in front of its own, and its own
+    cu_seqlens_k: Tensor  # (tiles + 1) int32: the keys of each tile
+    max_seqlen_k: int
+
+    def of_samples(self, values: Tensor) -> Tensor:
+        """(1, slots, ...) values of the batch -> (1, tokens, ...) of the samples."""
+        return values.flatten(0, 1).index_select(0, self.slots).unsqueeze(0)
+
+    def of_slots(self, values: Tensor, count: int, fill: float) -> Tensor:
+        """(1, tokens) values of the samples, equal where slots are shared -> (1, count)."""
+        spread = values.new_full((count,), fill)
+        return spread.index_copy_(0, self.slots, values.flatten()).unsqueeze(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Slots(_Movable):
     """Base of `Batch` and `BatchShard`: tensors per slot and tensors per tile.
 
@@ -145,6 +172,7 @@ class Slots(_Movable):
     max_seqlen: int
     place_ids: Tensor | None = None  # (rows, width) int64: see `places`; None: the position_ids
     continuation: Continuation | None = None
+    tree: Tree | None = None  # None if no slot is shared
     extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
     aligned: Mapping[str, Aligned] = field(default_factory=dict)  # of each extra
 
@@ -200,7 +228,23 @@ class Batch(Slots):
     >>> batch = Collator()(plan[0, 0][0], [{"input_ids": [1, 2]}, {"input_ids": [3]}])
     >>> batch.labels.tolist(), batch.cu_seqlens.tolist()
     ([[2, -100, -100]], [0, 2, 3])
+
+    Where samples share a prefix, `tree` says how: `position_ids` then count on from the segment in
+    front, `loss_weights` count the samples that predict the label, extras are those of `unshared`.
     """
+
+    @property
+    def unshared(self) -> Batch:
+        """The samples whole and end to end, as losses see them; the batch itself without a tree."""
+        return self if self.tree is None else self.tree.samples
+
+    @property
+    def next_tokens(self) -> Tensor:
+        """(rows, width) int64: the token after each slot, in the loss or not; -100 for none."""
+        following = self.unshared.ahead("tokens", fill=IGNORE_INDEX)
+        if self.tree is None:
+            return following
+        return self.tree.of_slots(following, self.width, IGNORE_INDEX)
 
     def __repr__(self) -> str:
         """Sizes, fill and device in one line; for meta tensors, the shape only."""
@@ -248,6 +292,11 @@ class Batch(Slots):
         self, slots: slice, values: Tensor | str, distance: int = 1, fill: float = 0
     ) -> Tensor:
         """What `ahead` returns at these slots, (n, ...): all of them, or those of one segment."""
+        if self.tree is not None:
+            raise InputError(
+                "the samples of this batch share prefixes, so the token after a slot is that of a "
+                "sample. Shift values of batch.unshared, or plan without prefixes."
+            )
         column = self.column(values, distance) if isinstance(values, str) else values
         here, tiles = column.flatten(0, 1)[slots], self.segment_ids.flatten()[slots]
         left = self.seqlens[tiles] - self.places.flatten()[slots]  # tokens to the segment's end
@@ -368,6 +417,7 @@ class Boundaries:
 
         queries  a b | c d      tiles of 2 and 2: the second segment also sees the first
         seen     a b | a b c d  tiles of 2 and 4
+        index    0 1 | 0 1 2 3  the slots of these keys; None if they are gathered already
 
     What attention kernels derive from the boundaries is computed once and kept here, because all
     layers of a model use the same.
@@ -383,6 +433,7 @@ class Boundaries:
     max_seqlen: int  # the longest tile, or more
     real: Tensor | None = None  # (tiles) bool: False for padding. None if there is no padding
     seen: Boundaries | None = None  # of the keys; None if each segment sees itself alone
+    index: Tensor | None = None  # (keys) int64
     kept: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -395,9 +446,15 @@ class Boundaries:
             bounds = cls(
                 batch.rows, batch.width, batch.cu_seqlens, batch.max_seqlen, real, kept=kept
             )
+            if (tree := batch.tree) is not None:
+                bounds = bounds.seeing(tree.key_slots, tree.cu_seqlens_k, tree.max_seqlen_k)
             if not compiling:
                 _boundaries[batch] = bounds
         return bounds
+
+    def seeing(self, slots: Tensor, cu_seqlens: Tensor, longest: int) -> Boundaries:
+        """The same queries with the keys of these slots, divided into tiles by `cu_seqlens`."""
+        return replace(self, seen=Boundaries(1, len(slots), cu_seqlens, longest), index=slots)
 
     @property
     def keys(self) -> Boundaries:
@@ -461,6 +518,7 @@ class View:
     source: Batch | BatchShard
     slots: slice
     tile: int | None  # None for all slots
+    shared: Batch | None = None  # whose slots the outputs are of, if these are not of this view
 
     @classmethod
     def of_all(cls, source: Batch | BatchShard) -> View:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ from evenstep.data.source import LOSS_MASKS, check_masks_spelt
 from evenstep.errors import InputError
 from evenstep.planning.kernels import kernel
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, Continuation, Extra, RaggedTensor
+from evenstep.tensors.trees import share, shares_slots, whole_samples
 
 
 @kernel
@@ -325,6 +326,9 @@ class Collator:
 
     def __call__(self, micro: MicroBatch, samples: Samples) -> Batch:
         """The batch of `micro`; `samples[i]` is the whole sample i of the plan."""
+        if shares_slots(micro.segments):
+            whole = replace(self, pin_memory=False)(whole_samples(micro), samples)
+            return self._pinned(share(micro, whole, self.pad_token))
         chosen = [samples[i] for i in micro.segments.sample.tolist()]
         keys = set().union(*chosen)
         if not keys <= {*SAMPLE_KEYS, *self.extras}:
@@ -369,6 +373,9 @@ class Collator:
             extras=extras,
             aligned={name: extra.aligned for name, extra in self.extras.items()},
         )
+        return self._pinned(batch)
+
+    def _pinned(self, batch: Batch) -> Batch:
         return batch.pin_memory() if self.pin_memory and torch.cuda.is_available() else batch
 
     def _continue_split(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from evenstep.core.text import one_of, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard, View
-from evenstep.tensors.head import Head, at_least_zero, positive, scorer, wide
+from evenstep.tensors.head import Head, Scores, at_least_zero, positive, scorer, wide
 
 Reduction: TypeAlias = Literal["sum", "mean", "min", "max"]
 
@@ -212,6 +212,9 @@ class PerSequence:
     vectorised: bool = False
     output: str = "logits"
     unit: Literal["token", "pair"] = "token"
+    scores_slots: bool = False
+    """Of vectorised functions that read outputs by `scores_of` only: where samples share a prefix,
+    they get the outputs of the batch's slots. Others get those of each sample."""
 
     def __call__(self, outputs: Any, batch: Batch | BatchShard) -> Sums:
         """Sums over `batch` from the model's (rows, width, ...) outputs."""
@@ -236,8 +239,14 @@ class PerSequence:
         return replace(self, vectorised=False)
 
     def _at_once(self, outputs: Tensor, batch: Batch | BatchShard) -> Sums:
-        view = View.of_all(batch)
-        values, metrics = self._outcome(view.flat(outputs), view)
+        tree = batch.tree
+        view = View.of_all(batch if tree is None else tree.samples)
+        if tree is not None and self.scores_slots:
+            assert isinstance(batch, Batch)
+            view = replace(view, shared=batch)
+        elif tree is not None:
+            outputs = tree.of_samples(outputs)
+        values, metrics = self._outcome(outputs.flatten(0, 1), view)
         if tuple(values.shape) != tuple(view.labels.shape):
             raise InputError(
                 f"a vectorised function returned shape {tuple(values.shape)} for "
@@ -245,10 +254,12 @@ class PerSequence:
             )
         if isinstance(batch, BatchShard):
             return Sums(values.sum(), metrics, None)
-        by_tile = view.sum_by_segment(values)
-        return Sums(values.sum(), metrics, by_tile, batch.sample_ids >= 0, values.detach())
+        by_tile, real = view.sum_by_segment(values), view.source.sample_ids >= 0
+        return Sums(values.sum(), metrics, by_tile, real, values.detach())
 
     def _one_by_one(self, outputs: Tensor, batch: Batch) -> Sums:
+        if batch.tree is not None:
+            outputs, batch = batch.tree.of_samples(outputs), batch.tree.samples
         flat, views = outputs.flatten(0, 1), View.of_segments(batch)
         outcomes = [self._outcome(flat[view.slots], view) for view in views]
         values, metrics = [value for value, _ in outcomes], [each for _, each in outcomes]
@@ -280,10 +291,12 @@ Formulated: TypeAlias = tuple[Tensor, dict[str, Any]]
 """A loss and metrics (or a `Metric`) per slot, 0 where there is no label."""
 
 
-def _per_token(formula: Callable[[Tensor, View, Tensor, Tensor], Formulated]) -> PerSequence:
+def _per_token(
+    formula: Callable[[Tensor, View, Tensor, Tensor], Formulated], *, scores_slots: bool = False
+) -> PerSequence:
     """The weighted sum of `formula(outputs, view, labels, whether slots have a label)`.
 
-    Its metrics are means over loss tokens.
+    Its metrics are means over loss tokens. With `scores_slots`, it reads outputs by `scores_of`.
     """
 
     def loss(outputs: Tensor, view: View) -> Outcome:
@@ -296,7 +309,20 @@ def _per_token(formula: Callable[[Tensor, View, Tensor, Tensor], Formulated]) ->
             for name, each in metrics.items()
         }
 
-    return PerSequence(loss, vectorised=True)
+    return PerSequence(loss, vectorised=True, scores_slots=scores_slots)
+
+
+def scores_of(
+    score: Callable[[Tensor, Tensor], Scores], outputs: Tensor, view: View, labels: Tensor
+) -> Scores:
+    """The scores of labels of a view. A slot that samples share is scored once, then its scores
+    are those of each sample, so that its gradient is the sum of theirs."""
+    if view.shared is None or view.shared.tree is None:
+        return score(outputs, labels)
+    scores = score(outputs, view.shared.labels.flatten())
+    slots, counts = view.shared.tree.slots, labels != IGNORE_INDEX
+    fields = (scores.log_probs, scores.entropy, scores.mean_log_probs, scores.log_normalizer)
+    return Scores(*(torch.where(counts, each.index_select(0, slots), 0.0) for each in fields))
 
 
 def _extra(view: View, counts: Tensor, name: str) -> Tensor:
@@ -330,7 +356,7 @@ def cross_entropy(
     score = scorer(head, temperature, mean_log_probs=label_smoothing > 0, log_normalizer=z_loss > 0)
 
     def formula(outputs: Tensor, view: View, labels: Tensor, counts: Tensor) -> Formulated:
-        scores = score(outputs, labels)
+        scores = scores_of(score, outputs, view, labels)
         nll = value = -scores.log_probs
         metrics: dict[str, Any] = {"nll": nll, "loss_tokens": Metric.sum(counts.sum())}
         if label_smoothing:
@@ -340,7 +366,7 @@ def cross_entropy(
             value = value + metrics["z_loss"]
         return value, metrics
 
-    return _per_token(formula)
+    return _per_token(formula, scores_slots=True)
 
 
 Ratio: TypeAlias = Literal["token", "sequence"]
@@ -396,7 +422,7 @@ def policy_gradient(
     score = scorer(head, temperature, entropy=entropy_weight is not None)
 
     def formula(outputs: Tensor, view: View, labels: Tensor, counts: Tensor) -> Formulated:
-        scores = score(outputs, labels)
+        scores = scores_of(score, outputs, view, labels)
         new, old = scores.log_probs, _extra(view, counts, "old_log_probs")
         bound = MOST_LOG_RATIO_HALF if outputs.dtype == torch.float16 else MOST_LOG_RATIO
         rise = new - old if ratio == "token" else _sequence_mean(new - old, view, counts)
@@ -417,7 +443,7 @@ def policy_gradient(
             value = value - entropy_weight * scores.entropy
         return value, metrics
 
-    return _per_token(formula)
+    return _per_token(formula, scores_slots=True)
 
 
 def _check_policy(

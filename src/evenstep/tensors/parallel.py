@@ -137,6 +137,11 @@ def shard_rows(
 
 def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Sharding) -> BatchShard:
     """The shard of `batch` with these slots, (rows, width / size), in order."""
+    if batch.tree is not None:
+        raise InputError(
+            "a batch whose samples share prefixes cannot be divided between ranks. Set topology.cp "
+            "and tp to 1, or plan without prefixes."
+        )
     index = slot_ids.reshape(-1)
 
     def take(values: Any) -> Tensor:

@@ -12,14 +12,14 @@ from torch.nn.functional import logsigmoid
 from evenstep.core.text import one_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, BatchShard, View
-from evenstep.tensors.head import Head, at_least_zero, label_log_probs, positive
-from evenstep.tensors.losses import Metric, Outcome, PerSequence, scalars
+from evenstep.tensors.head import Head, at_least_zero, positive, scorer
+from evenstep.tensors.losses import Metric, Outcome, PerSequence, scalars, scores_of
 
 PairFormula: TypeAlias = Callable[[Tensor, View, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(outputs, view, tiles (2, pairs)) -> loss of each pair, values (2, pairs) of both by name."""
 
 
-def _per_pair(formula: PairFormula) -> PerSequence:
+def _per_pair(formula: PairFormula, *, scores_slots: bool = False) -> PerSequence:
     """A loss of pairs; the slots of both sequences hold the value of their pair.
 
     Its metrics are the means of the values of the chosen and of the rejected sequences. The first
@@ -42,7 +42,7 @@ def _per_pair(formula: PairFormula) -> PerSequence:
             name: Metric.mean(each.sum(), len(value)) for name, each in metrics.items()
         }
 
-    return PerSequence(loss, vectorised=True, unit="pair")
+    return PerSequence(loss, vectorised=True, unit="pair", scores_slots=scores_slots)
 
 
 def _pair_tiles(view: View) -> Tensor:
@@ -143,10 +143,11 @@ def dpo(
                 f"{name} has no meaning for loss={loss!r}. Set it to 0, or use one of: "
                 f"{', '.join(losses)}."
             )
-    last, divided = Head.of(head), loss == "ipo" if average is None else average
+    score, divided = scorer(head, 1.0), loss == "ipo" if average is None else average
 
     def formula(outputs: Tensor, view: View, tiles: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs = view.sum_by_segment(label_log_probs(outputs, view.labels, head=last))
+        log_probs = scores_of(score, outputs, view, view.labels).log_probs
+        log_probs = view.sum_by_segment(log_probs)
         ratio = log_probs - _reference(view) if reference else log_probs
         if divided:
             counts = view.sum_by_segment((view.labels != IGNORE_INDEX).to(ratio))
@@ -157,7 +158,7 @@ def dpo(
         value = _LOSSES[loss](chosen, rejected, label_smoothing, beta)
         return value, {"reward": rewards, "log_probs": log_probs[tiles]}
 
-    return _per_pair(formula)
+    return _per_pair(formula, scores_slots=True)
 
 
 def _reference(view: View) -> Tensor:

@@ -8,7 +8,8 @@
 Works for any stream and layout, and for a step resumed in the middle. Where samples could not be
 read, pass the micro-batches that were read. A result may be one tensor, or one tensor per
 context- or sequence-parallel rank. Results of empty micro-batches are ignored. Split samples are
-joined; tokens that did not run here (dropped, truncated, or on another rank) get the pad value.
+joined, and a prefix that samples share is returned for each. Tokens that did not run here (dropped,
+truncated, or on another rank) get the pad value.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ import torch
 from torch import Tensor
 
 from evenstep.core.plan import MicroBatch, Plan, place
-from evenstep.core.ragged import IntArray, Segments, offsets_of, ranges_of, rounded_up, sample_name
+from evenstep.core.ragged import (
+    BoolArray,
+    IntArray,
+    Segments,
+    offsets_of,
+    ranges_of,
+    rounded_up,
+    sample_name,
+)
 from evenstep.core.recipe import Topology
 from evenstep.core.step import Step
 from evenstep.core.text import one_of
@@ -31,6 +40,7 @@ from evenstep.errors import InputError
 from evenstep.tensors.batch import RaggedTensor, Sharding
 from evenstep.tensors.losses import Reduction
 from evenstep.tensors.parallel import join_context, join_sequence
+from evenstep.tensors.trees import paths_of, shares_slots
 
 Key: TypeAlias = tuple[int, int, int]
 """(step, rank, position): `plan[step, rank][position]`."""
@@ -137,7 +147,7 @@ def restore_sequences(
     """
     origin = Origin.of(work)
     numbers, chosen = origin.choose(results)
-    offsets, segments = origin.segment_offsets, origin.segments
+    offsets, segments = origin.result_offsets, origin.leaves
     for number, result in zip(numbers.tolist(), chosen, strict=True):
         expected = int(offsets[number + 1] - offsets[number])
         if not isinstance(result, Tensor) or result.shape[:1] != (expected,):
@@ -228,7 +238,7 @@ class Origin:
             work,
             ids,
             lengths,
-            Segments(sample, start, length),
+            Segments(sample, start, length, _parents_of(segments)),
             _join(micro.sample_ends for micro in micros),
             offsets_of(_join(micro.row_offsets[1:] - micro.row_offsets[:-1] for micro in micros)),
             offsets_of(rows),
@@ -260,8 +270,9 @@ class Origin:
             for number, shape, result in zip(numbers.tolist(), shapes, chosen, strict=True)
         ]
         values = self.join(numbers, whole)
-        source, here = self._first_entries(numbers, rows * widths)
+        source, here, sample = self._first_entries(numbers, rows * widths)
         segments, device = self.segments.take(here), values.device
+        segments = Segments(sample, segments.start, segments.length)
         target, length = firsts[segments.sample] + segments.start, segments.length
         flat = values.new_full((total, *values.shape[1:]), pad)
         if shifted:
@@ -274,9 +285,11 @@ class Origin:
         )
         return flat.index_copy_(0, written, values.index_select(0, read))
 
-    def _first_entries(self, numbers: IntArray, slots: IntArray) -> tuple[IntArray, IntArray]:
-        """Where segments begin in the results of these micro-batches, end to end, and which they
-        are.
+    def _first_entries(
+        self, numbers: IntArray, slots: IntArray
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Where segments begin in the results of these micro-batches, end to end, which they are,
+        and of which sample: a segment that samples share appears once for each of them.
 
         Two micro-batches of 8 and 4 slots: the first segment of the second one begins at entry 8.
         """
@@ -288,8 +301,38 @@ class Origin:
         end = offsets_of(rounded_up(self.segments.length, self.alignments[micro]))
         in_row = end[:-1] - end[self.row_offsets[row]]
         first = before[micro] + (row - self.micro_offsets[micro]) * self.widths[micro] + in_row
-        here = np.flatnonzero(before[micro] >= 0)
-        return first[here], here
+        here = owner = np.flatnonzero(before[micro] >= 0)
+        if shares_slots(self.segments):
+            owner, path = paths_of(self._parents)
+            chosen = self._leaves[owner] & (before[micro] >= 0)[owner]
+            owner, here = owner[chosen], path[chosen]
+        return first[here], here, self.segments.sample[owner]
+
+    @property
+    def _parents(self) -> IntArray:
+        """The parent of each segment among all, -1 for none."""
+        parent = self.segments.parent
+        assert parent is not None
+        offsets = self.segment_offsets
+        return np.where(parent < 0, -1, parent + np.repeat(offsets[:-1], np.diff(offsets)))
+
+    @property
+    def _leaves(self) -> BoolArray:
+        """Whether each segment ends its sample; all are, unless samples share prefixes."""
+        if not shares_slots(self.segments):
+            return np.ones(len(self.segments), bool)
+        leaves: BoolArray = self.segments.start + self.segments.length == self.ends
+        return leaves
+
+    @property
+    def leaves(self) -> Segments:
+        """The segments that have a result per sequence."""
+        return self.segments.take(np.flatnonzero(self._leaves))
+
+    @property
+    def result_offsets(self) -> IntArray:
+        """The first entry of each micro-batch in results per sequence, and their number."""
+        return offsets_of(self._leaves.astype(np.int64))[self.segment_offsets]
 
     def _whole(
         self, number: int, shape: tuple[int, int], result: Result, sharding: Sharding | None
@@ -413,6 +456,13 @@ class Origin:
     def name_of(self, row: int) -> str:
         """The sample of a row, as errors name it."""
         return sample_name(int(self.sample_ids[row]))
+
+
+def _parents_of(segments: list[Segments]) -> IntArray | None:
+    """The parents of the segments of several micro-batches; None if no segment has one."""
+    if all(each.parent is None for each in segments):
+        return None
+    return _join(np.full(len(s), -1) if s.parent is None else s.parent for s in segments)
 
 
 def _join(arrays: Iterable[IntArray]) -> IntArray:

@@ -62,6 +62,11 @@ def visible(bounds: Boundaries, causal: bool, window: int | None) -> tuple[Tenso
     cu_seqlens [0, 3, 5] in one row -> first [0, 0, 0, 3, 3], last [0, 1, 2, 3, 4].
     """
     check_window(window)
+    if bounds.seen is not None:
+        raise ConfigError(
+            "a mask of slots cannot show segments that share a prefix. Use "
+            "evenstep.tensors.attention(q, k, v, batch), or plan without prefixes."
+        )
     device = bounds.cu_seqlens.device
     row = torch.arange(bounds.rows, device=device)[:, None] * bounds.width
     slot = torch.arange(bounds.width, device=device).expand(bounds.rows, -1)
@@ -157,7 +162,8 @@ def one_segment_per_row(batch: Batch) -> bool:
 class Call:
     """q, k and v, where segments begin and end, and what the softmax does.
 
-    k and v have the rows and width of `bounds.keys`, which are those of q today.
+    k and v have the rows and width of q. A backend gathers the keys of `bounds.index`; without an
+    index, k and v have those of `bounds.keys`, which are q's unless segments see others.
 
     softcap  scores become softcap * tanh(scores / softcap), before masking
     sinks    (heads) one logit per query head that joins the denominator of the softmax
@@ -177,7 +183,8 @@ class Call:
 
     def __post_init__(self) -> None:
         check_window(self.window)
-        q, k, v, keys = self.q, self.k, self.v, self.bounds.keys
+        q, k, v = self.q, self.k, self.v
+        keys = self.bounds.keys if self.bounds.index is None else self.bounds
         for name, tensor, bounds in (("q", q, self.bounds), ("k", k, keys), ("v", v, keys)):
             shape = (bounds.rows, bounds.width)
             if tensor.ndim != 4 or (tensor.shape[0], tensor.shape[2]) != shape:
@@ -251,12 +258,31 @@ def _segments(call: Call) -> Tensor:
     bounds, keys = call.bounds, call.bounds.keys
     # (rows, heads, width, dim) -> (1, heads, slots, dim), split into tiles. The backward of split
     # is cheap; each slice would allocate a gradient of all slots.
-    flat = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (call.q, call.k, call.v))
+    flat = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (call.q, call.k, call.v)]
+    if bounds.index is not None:
+        flat[1:] = [_Gather.apply(x, bounds.index) for x in flat[1:]]
     lengths = (bounds.lengths, keys.lengths, keys.lengths)
     tiles = [tensor.split(sizes, dim=2) for tensor, sizes in zip(flat, lengths, strict=True)]
     parts = [_segment(call, q, k, v) for q, k, v in zip(*tiles, strict=True) if q.shape[2]]
     out = torch.cat(parts, dim=2)
     return out[0].unflatten(1, (bounds.rows, bounds.width)).transpose(0, 1)
+
+
+class _Gather(torch.autograd.Function):  # type: ignore[misc]
+    """(1, heads, slots, dim) -> those of an index. Gradients are summed in float32 or wider."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.slots = values.shape[2]
+        return values.index_select(2, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        shape = (*gradient.shape[:2], ctx.slots, gradient.shape[3])
+        summed = wide(gradient.new_zeros(shape)).index_add_(2, index, wide(gradient))
+        return summed.to(gradient.dtype), None
 
 
 def _segment(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -369,7 +395,7 @@ def _varlen(call: Call) -> Tensor:
     keys = bounds.keys
     out, _ = varlen(
         q, k, v, bounds.cu_seqlens, keys.cu_seqlens, bounds.max_seqlen, keys.max_seqlen,
-        call.causal, call.window or 0, call.scaling, call.softcap or 0.0, call.sinks,
+        call.causal, call.window or 0, call.scaling, call.softcap or 0.0, call.sinks, bounds.index,
     )  # fmt: skip
     out = out if out.shape[2] == dim else out[..., :dim]
     return out.unflatten(0, (bounds.rows, bounds.width)).transpose(1, 2)
@@ -440,6 +466,7 @@ def attention(
     """Compute attention within each segment of a batch.
 
     q is (rows, heads, width, dim); k and v may have fewer heads, a divisor of q's.
+    Where samples share a prefix, a segment also attends to those in front of it in its samples.
     With `window`, a token attends to itself and the window - 1 tokens before it; without `causal`,
     also to the window - 1 tokens after it. `softcap` limits scores to softcap * tanh(score /
     softcap). `sinks` (heads) are logits that join the denominator of the softmax. Outputs of
@@ -506,7 +533,7 @@ def choose(call: Call) -> str:
 @torch.library.custom_op("evenstep::varlen", mutates_args=())  # type: ignore[untyped-decorator]
 def varlen(
     q: Tensor,  # (slots, heads, dim)
-    k: Tensor,  # (keys, kv heads, dim)
+    k: Tensor,  # (keys, kv heads, dim); with an index, (slots, kv heads, dim)
     v: Tensor,
     cu_seqlens: Tensor,  # tile i of the queries attends to tile i of the keys
     cu_seqlens_k: Tensor,
@@ -517,11 +544,15 @@ def varlen(
     scale: float,
     softcap: float,  # 0 for none
     sinks: Tensor | None,
+    index: Tensor | None = None,  # (keys) the slots of k and v that they are gathered from
 ) -> tuple[Tensor, Tensor]:
     """Outputs (slots, heads, dim) and the log-sum-exp (heads, slots), both after the sink.
 
     Contiguous: compiled code relies on the strides of the fake. The kernels follow those of q.
+    Gathered keys are not kept for the backward, which gathers them again.
     """
+    if index is not None:
+        k, v = k.index_select(0, index), v.index_select(0, index)
     if q.is_cuda:
         assert not softcap
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -548,9 +579,13 @@ def _varlen_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
 def varlen_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
     cu_seqlens_k: Tensor, longest: int, longest_k: int, causal: bool, window: int, scale: float,
-    softcap: float,
+    softcap: float, index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, contiguous."""
+    """Gradients of q, k and v, contiguous; those of keys that several tiles see are summed in
+    float32 or wider."""
+    slots = k.shape[0]
+    if index is not None:
+        k, v = k.index_select(0, index), v.index_select(0, index)
     if q.is_cuda:
         # Both describe the dropout, of which there is none.
         random = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -563,7 +598,15 @@ def varlen_backward(
         tiles = _tiles(cu_seqlens, cu_seqlens_k)
         gradients = _tiles_backward(grad, q, k, v, out, lse, tiles, causal, window, scale, softcap)
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
+    if index is not None:
+        dk, dv = (_summed(gradient, index, slots) for gradient in (dk, dv))
     return dq, dk, dv
+
+
+def _summed(gradient: Tensor, index: Tensor, slots: int) -> Tensor:
+    """(keys, heads, dim) -> (slots, heads, dim), summed over the keys of each slot."""
+    summed = wide(gradient.new_zeros((slots, *gradient.shape[1:])))
+    return summed.index_add_(0, index, wide(gradient)).to(gradient.dtype)
 
 
 @varlen_backward.register_fake  # type: ignore[untyped-decorator]
@@ -574,22 +617,22 @@ def _backward_fake(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, cu_seqlens_k, *how, sinks = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k, sinks)
+    q, k, v, cu_seqlens, cu_seqlens_k, *how, sinks, index = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_k, sinks, index)
     ctx.mark_non_differentiable(output[1])
     ctx.how = how
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *saved, sinks = ctx.saved_tensors
-    dq, dk, dv = varlen_backward(grad, *saved, *ctx.how)
+    *saved, sinks, index = ctx.saved_tensors
+    dq, dk, dv = varlen_backward(grad, *saved, *ctx.how, index)
     ds = None
     if sinks is not None:
         out, lse = saved[3:5]
         delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(2).transpose(0, 1)
         weight = torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse)
         ds = -(weight * delta).sum(1).to(sinks.dtype)
-    return dq, dk, dv, None, None, *(None for _ in ctx.how), ds
+    return dq, dk, dv, None, None, *(None for _ in ctx.how), ds, None
 
 
 varlen.register_autograd(_differentiate, setup_context=_keep)

@@ -21,8 +21,8 @@ from evenstep.core.step import Step
 from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
-from evenstep.tensors.losses import Metric, Sums
-from evenstep.train.collectives import Bundle, Collective, Distributed
+from evenstep.tensors.losses import Metric, PerSequence, Sums
+from evenstep.train.collectives import Bundle, Collective, Distributed, has_group
 from evenstep.train.framework import unwrapped
 from evenstep.train.gradients import local_tensor, square_of
 from evenstep.train.normalization import Custom, GroupMean, SequenceMean, group_ids
@@ -103,6 +103,37 @@ def check_labels(batch: Batch, loss_tokens: Mapping[int, int]) -> None:
                 f"{expected}, and the loss is divided by these. Count labels as the collator does "
                 f"(the first token has none), or omit loss_tokens."
             )
+
+
+def check_tree(batch: Batch, preprocess: object, on_memory: str) -> None:
+    """Raise if the samples of a batch share prefixes and an option of the runner prevents it."""
+    if batch.tree is None:
+        return
+    if preprocess is not None:
+        raise ConfigError(
+            "preprocess gets the slots of a micro-batch, which samples share here. Compute its "
+            "values before the step (compute_log_probs) and add them to the samples, or plan "
+            "without prefixes."
+        )
+    if on_memory == "split":
+        raise ConfigError(
+            "on_memory='split' cannot divide samples that share prefixes. Use on_memory='raise' "
+            "and a smaller max_tokens, or plan without prefixes."
+        )
+
+
+def loss_inputs(function: Any, outputs: Any, batch: Any) -> tuple[Any, Any]:
+    """What a loss function takes: (outputs, batch). Where samples share prefixes, a function that
+    is no `PerSequence` gets the outputs of each sample."""
+    if batch.tree is None or isinstance(function, PerSequence):
+        return outputs, batch
+    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, Tensor) or outputs.shape[:2] != batch.tokens.shape:
+        raise ConfigError(
+            "this loss function needs one output per token where samples share prefixes. Let "
+            "forward return logits, or plan without prefixes."
+        )
+    return batch.tree.of_samples(outputs), batch.tree.samples
 
 
 class Groups:
@@ -224,8 +255,9 @@ def check_collective(ranks: int, collective: Collective) -> None:
 
     One process may run the steps of all ranks in turn without a collective.
     """
-    group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if ranks > 1 and collective.size == 1 and group and torch.distributed.get_world_size() > 1:
+    if ranks == 1 or collective.size > 1 or not has_group():
+        return
+    if torch.distributed.get_world_size() > 1:
         raise ConfigError(
             f"the step is shared by {ranks} ranks, but the runner's collective has one rank, so "
             f"gradients are not summed. Pass collective=Distributed()."
@@ -341,7 +373,8 @@ class Suspects:
 
         def note(gradient: Tensor) -> None:
             wide = torch.promote_types(gradient.dtype, torch.float32)
-            if isinstance(batch, Batch) and gradient.shape[:2] == batch.tokens.shape:
+            whole = isinstance(batch, Batch) and batch.tree is None
+            if whole and gradient.shape[:2] == batch.tokens.shape:
                 by_slot = gradient.flatten(2).sum(-1, dtype=wide).flatten()
                 tiles = by_slot.new_zeros(len(batch.sample_ids))
                 by_tile = tiles.index_add_(0, batch.segment_ids.flatten(), by_slot)

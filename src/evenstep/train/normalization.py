@@ -24,7 +24,8 @@ _PLAN_TOTALS = (
 class Normalization(Protocol):
     """Weights per token, and what a batch adds to the denominator of its step.
 
-    Methods are pure functions of a whole batch: weight a batch first, then shard it. Two
+    Methods are pure functions of a whole batch: weight a batch first, then shard it. They get the
+    `unshared` batch where samples share a prefix. Two
     normalizations have the same name if and only if they are equal.
     """
 
@@ -62,6 +63,9 @@ def weighted(batch: Batch, normalization: Normalization) -> Batch:
     >>> SequenceMean().amount(batch).item(), TokenMean().amount(batch).item()
     (2.0, 3.0)
     """
+    if batch.tree is not None:
+        samples = weighted(batch.tree.samples, normalization)
+        return replace(batch, tree=replace(batch.tree, samples=samples))
     weights = normalization.weights(batch)
     return batch if weights is batch.loss_weights else replace(batch, loss_weights=weights)
 

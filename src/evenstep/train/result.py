@@ -75,7 +75,21 @@ class HostSegments:
 
     @classmethod
     def of(cls, batch: Batch, cost: Cost | None = None) -> HostSegments:
-        """The segments of a batch; their FLOPs if `cost` gives them."""
+        """The segments of a batch; their FLOPs if `cost` gives them.
+
+        Where samples share a prefix: the samples, but the tokens, slots and FLOPs that run.
+        """
+        if batch.tree is not None:
+            segments = cls.of(batch.tree.samples)
+            prefix, end = (
+                each.double().cpu().numpy() for each in (batch.starts, batch.starts + batch.seqlens)
+            )
+            segments.counts[TOKENS] = int(batch.seqlens.sum())
+            segments.counts[SLOTS] = batch.width
+            if cost is not None:
+                flops = cost.of_lengths(end) - cost.of_lengths(prefix)
+                segments.counts[FLOPS] = float(flops.sum())
+            return segments
         tiles = (batch.sample_ids, batch.starts, batch.seqlens, batch.cu_seqlens[:-1])
         sample, start, length, first = (tensor.cpu().numpy() for tensor in tiles)
         continues = np.zeros(len(sample), np.int64)
@@ -185,9 +199,7 @@ class Timings:
 class Stopwatch:
     """Elapsed seconds inside `with` blocks, accumulated."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._began = 0.0
+    seconds = _began = 0.0
 
     def __enter__(self) -> Self:
         self._began = time.perf_counter()
@@ -206,7 +218,6 @@ class ComputeTime(Stopwatch):
     """
 
     def __init__(self, cuda: bool) -> None:
-        super().__init__()
         self._cuda = cuda
         self._marks: list[Any] = []  # the begin and end of each block, in turn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from evenstep.core.plan import Plan
+from evenstep.core.prefixes import Prefixes, find_prefixes
 from evenstep.core.ragged import IntArray, frozen, offsets_of, ranges_of
 from evenstep.core.recipe import Recipe, World, check_recipe
 from evenstep.core.step import Step
@@ -24,6 +25,7 @@ from evenstep.data.planned import PlannedStream
 from evenstep.data.source import LOSS_MASKS, check_masks_read, check_masks_spelt
 from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.planning.inputs import checked_groups
+from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
 
@@ -574,14 +576,21 @@ class RolloutBatch:
     # Planning ------------------------------------------------------------------------------------
 
     def plan(
-        self, recipe: Recipe, *, epochs: int = 1, seed: int = 0, shuffle: bool = True
+        self,
+        recipe: Recipe,
+        *,
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        share_prefixes: bool = False,
     ) -> RolloutPlan:
         """Which rows run in which epoch, step, rank and micro-batch. Pure: equal on all ranks.
 
         A step (a mini-batch of PPO) takes the next rows of the epoch's order, which depends on the
         seed and the epoch. With `Steps(samples=...)`, its rows do not depend on layout, budget or
         ranks. Without steps, an epoch is one step. Columns that the recipe names are tensors of
-        this batch.
+        this batch. With `share_prefixes`, rows that begin with the same tokens run these once per
+        micro-batch, where that takes less time; results are the same.
 
         >>> from evenstep import Packed, Steps
         >>> ids = torch.ones((6, 8), dtype=torch.int64)
@@ -615,9 +624,12 @@ class RolloutBatch:
             groups=self.groups,
             columns=columns,
         )
-        count = whole_number("epochs", epochs)
+        plans = [stream.plan_epoch(epoch) for epoch in range(whole_number("epochs", epochs))]
+        if share_prefixes:
+            rows = [self[row]["input_ids"].numpy() for row in range(len(self))]
+            plans = _sharing(plans, find_prefixes(rows))
         return RolloutPlan(
-            epochs=tuple(stream.plan_epoch(epoch) for epoch in range(count)),
+            epochs=tuple(plans),
             lengths=self.lengths,
             width=self.width,
             row_digests=self.row_digests,
@@ -722,6 +734,22 @@ def _scatter(values: Tensor, source: IntArray, target: IntArray, count: int, pad
     into, taken = (torch.from_numpy(index).to(values.device) for index in (target, source))
     restored = values.new_full((count, *values.shape[1:]), pad)
     return restored.index_copy(0, into, values.index_select(0, taken))
+
+
+def _sharing(plans: list[Plan], prefixes: Prefixes) -> list[Plan]:
+    """Plans of the same samples in the same order that share prefixes."""
+    shared = []
+    for plan in plans:
+        order = np.arange(len(prefixes)) if plan.sample_ids is None else plan.sample_ids
+        again = make_plan(
+            plan.lengths,
+            plan.recipe,
+            groups=plan.groups,
+            columns=plan.columns,
+            prefixes=prefixes.take(order),
+        )
+        shared.append(replace(again, sample_ids=plan.sample_ids))
+    return shared
 
 
 def _shape_of(tensors: Mapping[str, Tensor]) -> tuple[int, int]:

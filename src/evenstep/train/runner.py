@@ -548,9 +548,10 @@ class StepRun:
         self, batch: Batch, micro: MicroBatch | None = None, born: Collection[float] = ()
     ) -> Prepared:
         """Check a batch, count what it holds and move it to the device, if that has memory."""
-        groups = set() if self.groups is None else self.groups.check(batch, micro)
+        checks.check_tree(batch, self.runner.preprocess, self.runner.on_memory)
+        groups = set() if self.groups is None else self.groups.check(batch.unshared, micro)
         if self.step_loss.mode == "known" and self.step is not None and self.step.loss_tokens:
-            checks.check_labels(batch, self.step.loss_tokens)
+            checks.check_labels(batch.unshared, self.step.loss_tokens)
         if self.token_ids is not None:
             self.token_ids.note(batch)
         segments = HostSegments.of(batch, self.runner.cost)
@@ -673,7 +674,8 @@ class StepRun:
 
         losses: dict[str, Sums | Tensor] = {}  # as the functions return them, without divisors
         for name, loss in self.losses.items():
-            value = loss.function(outputs, self._shard(weighted(batch, loss.normalization)))
+            whole = self._shard(weighted(batch, loss.normalization))
+            value = loss.function(*checks.loss_inputs(loss.function, outputs, whole))
             if isinstance(value, tuple) or isinstance(loss.normalization, ByLoss):
                 value, divisor = split_divisor(name, loss.normalization, value)
                 amounts[loss.normalization.name] = divisor.detach().double()

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.core.plan import MicroBatch
+from evenstep.core.prefixes import find_prefixes
 from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.step import Step
 from evenstep.data.source import length_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.planner import make_plan
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head, Wanted, positive, score
 from evenstep.tensors.losses import select_output
@@ -48,6 +49,7 @@ def compute_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     head: Head | nn.Linear | Tensor | None = None,
+    share_prefixes: bool = False,
 ) -> list[Tensor]:
     """The log-prob of every token of every sample, given the tokens before it.
 
@@ -64,6 +66,7 @@ def compute_log_probs(
     need `input_ids` only; other keys are ignored unless `collate` is given. Logits are divided by
     `temperature`. With `entropy`, each result is (tokens, 2): the log-prob, and the entropy of the
     distribution that predicts the token. With `head`, the model returns hidden states; see `Head`.
+    With `share_prefixes`, samples that begin with the same tokens run these once.
 
     >>> from evenstep import Packed
     >>> from evenstep.demo.decoder import Decoder, DecoderShape
@@ -83,19 +86,20 @@ def compute_log_probs(
         options={"head": Head.of(head), "temperature": temperature, "wanted": wanted},
     )
     if isinstance(samples, Step):
-        if recipe is not None or collective is not None:
+        if recipe is not None or collective is not None or share_prefixes:
             raise ConfigError(
-                "a step is planned and holds this rank's samples only, so recipe and collective "
-                "have no effect. Leave them out."
+                "a step is planned and holds this rank's samples only, so recipe, collective and "
+                "share_prefixes have no effect. Leave them out."
             )
         items = samples if samples.batches is None else samples.batches
         restored = restore_ragged(samples, scorer.results(items), shifted=True)
         return list(restored.values.split(torch.diff(restored.offsets).tolist()))
-    return _score_planned(scorer, samples, recipe, Alone() if collective is None else collective)
+    ranks = Alone() if collective is None else collective
+    return _score_planned(scorer, samples, recipe, ranks, share_prefixes)
 
 
 def _score_planned(
-    scorer: _Scorer, samples: SampleSequence, recipe: Recipe | None, ranks: Collective
+    scorer: _Scorer, samples: SampleSequence, recipe: Recipe | None, ranks: Collective, share: bool
 ) -> list[Tensor]:
     """Plan the samples, score this rank's micro-batches and sum the results over ranks."""
     if recipe is None:
@@ -117,7 +121,9 @@ def _score_planned(
             f"the recipe plans for {recipe.topology.dp} ranks, but the collective has "
             f"{ranks.size}. Set topology.dp to {ranks.size}."
         )
-    plan = make_plan([length_of(samples[i]) for i in range(len(samples))], recipe)
+    count = range(len(samples))
+    prefixes = find_prefixes([samples[i]["input_ids"] for i in count]) if share else None
+    plan = make_plan([length_of(samples[i]) for i in count], recipe, prefixes=prefixes)
     if plan.num_micro_batches == 0:  # no samples, or all are dropped
         shape = (2,) if scorer.options["wanted"] else ()
         return [
@@ -176,7 +182,7 @@ class _Scorer:
         outputs = self.forward(self.model, batch)
         outputs = select_output(outputs, "logits", batch.rows, batch.width)
         # All tokens, not only loss tokens.
-        labels = batch.ahead("tokens", fill=IGNORE_INDEX)
+        labels = batch.next_tokens
         scores = score(outputs.flatten(0, 1), labels.flatten(), **self.options)
         values = scores.log_probs
         if self.options["wanted"]:

@@ -158,7 +158,7 @@ class StepLoss:
         of them but one.
         """
         amounts = {
-            name: normalization.amount(batch)
+            name: normalization.amount(batch.unshared)
             for name, normalization in self.denominators.items()
             if name not in self.constants
         }

@@ -1,0 +1,150 @@
+"""Trees: batches in which samples that begin alike share the slots of their prefix.
+
+    samples   a b c d     segments  0: a b  of sample 0, from 0       parents  -1
+              a b c e               1: c d  of sample 0, from 2                 0
+                                    2: c e  of sample 1, from 2                 0
+
+A segment that ends its sample is a leaf; the others are nodes. A node ends one token before the
+segments behind it differ, so the token after every slot is the same in all samples that use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evenstep.core.plan import MicroBatch
+from evenstep.core.ragged import IntArray, Segments, offsets_of, ranges_of
+from evenstep.errors import InputError
+from evenstep.tensors.batch import IGNORE_INDEX, Batch, Tree
+
+
+def shares_slots(segments: Segments) -> bool:
+    """Whether a segment sees another one in front of itself."""
+    return segments.parent is not None and bool((segments.parent >= 0).any())
+
+
+def paths_of(parent: IntArray) -> tuple[IntArray, IntArray]:
+    """Each segment as often as its path is long, and the path: from the first one to itself.
+
+    parents [-1, 0, 0] -> segments [0, 1, 1, 2, 2], paths [0, 0, 1, 0, 2]
+    """
+    segments, paths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    here = above = np.arange(len(parent))
+    while len(here):
+        segments.append(here)
+        paths.append(above)
+        above = parent[above]
+        here, above = here[above >= 0], above[above >= 0]
+    # What was found last is nearest to the beginning of a sample.
+    segment, path = np.concatenate(segments[::-1]), np.concatenate(paths[::-1])
+    order = np.argsort(segment, kind="stable")
+    return segment[order], path[order]
+
+
+def whole_samples(micro: MicroBatch) -> MicroBatch:
+    """The samples of a micro-batch whole and end to end, in the order of their leaves."""
+    if micro.rows != 1:
+        raise InputError(
+            f"a micro-batch with shared prefixes has {micro.rows} rows; expected one. Use the "
+            f"layout Packed(max_tokens=...), or plan without prefixes."
+        )
+    segments = micro.segments
+    leaves = np.flatnonzero(segments.start + segments.length == micro.sample_ends)
+    length = micro.sample_ends[leaves]
+    return replace(
+        micro,
+        segments=Segments(segments.sample[leaves], np.zeros_like(length), length),
+        row_offsets=np.array([0, len(leaves)]),
+        width=int(length.sum()),
+        sample_lengths=micro.sample_lengths[leaves],
+        alignment=1,
+        truncated_to=length,
+        groups=None if micro.groups is None else micro.groups[leaves],
+    )
+
+
+def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
+    """The batch of `micro`, whose `whole_samples` are collated in `samples`."""
+    segments, placement = micro.segments, micro.placement
+    assert segments.parent is not None
+    tiles = np.flatnonzero(placement.segment >= 0)  # of the segments
+    first, ends = placement.offsets[tiles], segments.start + segments.length
+    segment, path = paths_of(segments.parent)
+    # The keys of a tile: the tokens of its path, then its own slots with their padding.
+    count = np.where(path == segment, placement.slots[tiles][path], segments.length[path])
+    keys = np.zeros(len(placement.real), np.int64)
+    np.add.at(keys, tiles[segment], count)
+    tail = np.arange(placement.offsets[tiles[-1] + 1], placement.offsets[-1])
+    keys[tiles[-1] + 1 :] = len(tail)
+    of_leaf = (ends == micro.sample_ends)[segment]
+    tree = Tree(
+        samples=samples,
+        slots=torch.from_numpy(ranges_of(first[path[of_leaf]], segments.length[path[of_leaf]])),
+        key_slots=torch.from_numpy(np.concatenate((ranges_of(first[path], count), tail))),
+        cu_seqlens_k=torch.from_numpy(offsets_of(keys).astype(np.int32)),
+        max_seqlen_k=int(keys.max()),
+    )
+    number = np.repeat(np.arange(len(keys)), placement.slots)  # the tile of each slot
+    place = np.arange(micro.slots) - placement.offsets[number]
+    # Per segment -> per tile: the entry -1 of padding is the last one.
+    sample_ids = np.append(segments.sample, -1)[placement.segment]
+    starts = np.append(segments.start, 0)[placement.segment]
+    leaves = np.zeros(len(keys), bool)
+    leaves[tiles] = ends == micro.sample_ends
+    loss_tokens = torch.zeros(len(keys), dtype=torch.int64)
+    loss_tokens[torch.from_numpy(leaves)] = samples.loss_tokens
+    shape = (1, micro.width)
+    batch = Batch(
+        tokens=tree.of_slots(samples.tokens, micro.width, pad_token),
+        targets=tree.of_slots(samples.targets, micro.width, IGNORE_INDEX),
+        labels=_labels(tree, micro.width),
+        position_ids=torch.from_numpy(place + starts[number]).view(shape),
+        place_ids=torch.from_numpy(place).view(shape),
+        segment_ids=torch.from_numpy(number).view(shape),
+        loss_weights=_weights(tree, micro.width),
+        cu_seqlens=torch.from_numpy(placement.offsets.astype(np.int32)),
+        seqlens=torch.from_numpy(np.array(placement.real)),
+        sample_ids=torch.from_numpy(sample_ids),
+        starts=torch.from_numpy(starts),
+        loss_tokens=loss_tokens,
+        max_seqlen=int(placement.slots.max()),
+        tree=tree,
+    )
+    _check_equal(tree, batch.tokens, samples.tokens, "tokens")
+    labels = torch.where(
+        samples.labels == IGNORE_INDEX, tree.of_samples(batch.labels), samples.labels
+    )
+    _check_equal(tree, batch.labels, labels, "labels")
+    return batch
+
+
+def _labels(tree: Tree, width: int) -> Tensor:
+    """(1, width): the label of each slot, if it is in the loss of any sample."""
+    labels = tree.samples.labels.flatten()
+    counts = labels != IGNORE_INDEX
+    spread = labels.new_full((width,), IGNORE_INDEX)
+    return spread.index_copy_(0, tree.slots[counts], labels[counts]).unsqueeze(0)
+
+
+def _weights(tree: Tree, width: int) -> Tensor:
+    """(1, width): the sum of the weights that samples give to each slot."""
+    weights = tree.samples.loss_weights.flatten()
+    return weights.new_zeros(width).index_add_(0, tree.slots, weights).unsqueeze(0)
+
+
+def _check_equal(tree: Tree, slots: Tensor, samples: Tensor, what: str) -> None:
+    """Raise if samples that share a slot have different values there."""
+    differ = (tree.of_samples(slots) != samples).flatten()
+    if bool(differ.any()):
+        at = int(differ.nonzero()[0, 0])
+        sharing = (tree.slots == tree.slots[at]).nonzero()[:, 0]
+        numbers = tree.samples.segment_ids.flatten()[sharing]
+        names = ", ".join(str(name) for name in tree.samples.sample_ids[numbers].tolist()[:4])
+        raise InputError(
+            f"samples {names} share a prefix in the plan, but have different {what} in it. Make "
+            f"the prefixes from these samples, or plan without prefixes."
+        )

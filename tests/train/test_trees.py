@@ -1,0 +1,286 @@
+"""Steps in which samples share prefixes have the gradients of one sample at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from evenstep import MicroBatch, Packed, Recipe, Steps, find_prefixes, make_plan
+from evenstep.demo import Decoder, DecoderShape
+from evenstep.errors import ConfigError
+from evenstep.integrations.hf_attention import use_attention
+from evenstep.tensors import (
+    Batch,
+    Collator,
+    Extra,
+    Head,
+    PerSequence,
+    cross_entropy,
+    policy_gradient,
+    restore_sequences,
+    restore_tokens,
+)
+from evenstep.train import (
+    Distributed,
+    GroupMean,
+    RolloutBatch,
+    Runner,
+    SequenceMean,
+    TokenMean,
+    compute_log_probs,
+)
+from tests.forests import VOCABULARY, divided, forest, micro_of
+from tests.internals import Block, errors_of_parameters
+from tests.train.on_ranks import wrapped
+from tests.train.processes import run_processes
+
+SHAPE = DecoderShape(vocab=VOCABULARY, hidden=8, layers=2, heads=2, kv_heads=1, ffn=8)
+COLLATE = Collator(
+    extras={
+        "group_tokens": Extra(aligned="sequence", dtype=torch.float64),
+        "old_log_probs": Extra(aligned="token", dtype=torch.float64),
+        "advantages": Extra(aligned="token", dtype=torch.float64),
+    }
+)
+LOSSES: dict[str, Callable[[], Any]] = {
+    "cross_entropy": lambda: cross_entropy(z_loss=0.01, label_smoothing=0.1),
+    "policy_gradient": lambda: policy_gradient(entropy_weight=0.1),
+    "sequence ratio": lambda: policy_gradient(ratio="sequence"),
+    "looped": lambda: cross_entropy().looped(),
+    "own": lambda: PerSequence(lambda x, view: x.square().mean(-1) * view.loss_weights),
+    "plain": lambda: lambda x, batch: (x.square().mean(-1) * batch.loss_weights).sum(),
+}
+NORMALIZATIONS = [TokenMean(), SequenceMean(), GroupMean()]
+
+
+def samples_of(rng: np.random.Generator, ids: list[list[int]]) -> list[dict[str, Any]]:
+    samples: list[dict[str, Any]] = [
+        {
+            "input_ids": tokens,
+            "loss_mask": rng.random(len(tokens)) < 0.7,
+            "old_log_probs": rng.normal(-2.4, 0.3, len(tokens)),
+            "advantages": rng.normal(0, 1, len(tokens)),
+        }
+        for tokens in ids
+    ]
+    samples.append({**samples[0], "input_ids": [1, 2], "loss_mask": [0, 1]})
+    for name in ("old_log_probs", "advantages"):
+        samples[-1][name] = [0.5, 0.5]
+    counts = [int(np.asarray(sample["loss_mask"])[1:].sum()) for sample in samples]
+    group = rng.integers(0, 3, len(samples))
+    for number, sample in enumerate(samples):
+        mates = np.flatnonzero(group == group[number])
+        sample["group_tokens"] = float(sum(counts[mate] for mate in mates))
+    return samples
+
+
+def decoder(dtype: torch.dtype = torch.float64, window: int | None = None) -> Decoder:
+    torch.manual_seed(0)
+    model: Decoder = Decoder(replace(SHAPE, window=window)).to(dtype)
+    return model
+
+
+def llama(dtype: torch.dtype = torch.float64, name: str = "evenstep") -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads)).to(dtype)
+    for layer in model.model.layers:  # its own norms compute in float32
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            setattr(layer, norm, nn.RMSNorm(16, eps=1e-6, dtype=dtype))
+    model.model.norm = nn.RMSNorm(16, eps=1e-6, dtype=dtype)
+    return use_attention(model) if name == "evenstep" else model
+
+
+def alone(ids: list[list[int]]) -> list[MicroBatch]:
+    return [micro_of(ids, [sample]) for sample in range(len(ids))]
+
+
+def gradient(model: Any, micros: list[MicroBatch], samples: Any, loss: Any, **options: Any) -> Any:
+    model = copy.deepcopy(model)
+    batches: list[Batch] = [COLLATE(micro, samples) for micro in micros]
+    ran = Runner(model=model, loss=loss, mode="deferred", **options).run(batches)
+    return ran, {name: each.grad for name, each in model.named_parameters()}
+
+
+def check(seed: int, model: Any, loss: str, normalization: Any, tolerance: float) -> None:
+    rng = np.random.default_rng(seed)
+    ids = forest(rng)
+    samples = samples_of(rng, ids)
+    ids.append([1, 2])
+    options = {"normalization": normalization}
+    ran, ours = gradient(model, divided(rng, ids), samples, LOSSES[loss](), **options)
+    single, theirs = gradient(model, alone(ids), samples, LOSSES[loss](), **options)
+    assert ran.loss == pytest.approx(single.loss, rel=tolerance)
+    assert ran.metrics == pytest.approx(single.metrics, rel=10 * tolerance, abs=10 * tolerance)
+    assert max(errors_of_parameters(ours, theirs).values()) <= tolerance
+
+
+@given(st.integers(0, 10**6), st.sampled_from(sorted(LOSSES)), st.sampled_from(NORMALIZATIONS))
+def test_gradients_of_trees_are_those_of_single_samples(seed: int, loss: str, norm: Any) -> None:
+    check(seed, decoder(), loss, norm, 1e-12)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 3]))
+def test_windows_count_the_shared_prefix(seed: int, window: int) -> None:
+    check(seed, decoder(window=window), "cross_entropy", TokenMean(), 1e-12)
+
+
+def test_trees_in_float32_and_in_a_llama() -> None:
+    for seed in range(10):
+        check(seed, decoder(torch.float32), "policy_gradient", SequenceMean(), 1e-6)
+        check(seed, llama(), "policy_gradient", GroupMean(), 1e-12)
+    check(0, llama(torch.float32), "cross_entropy", TokenMean(), 1e-6)
+
+
+def test_a_head_scores_each_slot_once() -> None:
+    rng = np.random.default_rng(1)
+    ids = forest(rng)
+    samples, model = samples_of(rng, ids), decoder()
+    micro = micro_of(ids, range(len(ids)))
+    assert micro.width < sum(map(len, ids))
+    batch = COLLATE(micro, samples)
+    hidden = torch.randn(1, batch.width, 8, dtype=torch.float64)
+    by_head = cross_entropy(head=Head(model.head))(hidden, batch)
+    torch.testing.assert_close(by_head.loss, cross_entropy()(model.head(hidden), batch).loss)
+
+
+def test_results_are_restored_to_samples() -> None:
+    rng = np.random.default_rng(2)
+    ids = forest(rng, 10)
+    micros = divided(rng, ids)
+    batches = [Collator()(micro, [{"input_ids": each} for each in ids]) for micro in micros]
+    tokens = restore_tokens(micros, [batch.tokens for batch in batches], pad=-1)
+    assert [[t for t in row if t >= 0] for row in tokens.tolist()] == ids
+    after = restore_tokens(micros, [batch.next_tokens for batch in batches], pad=-1, shifted=True)
+    for row, each in zip(after.tolist(), ids, strict=True):
+        assert row[: len(each)] == [0, *each[1:]]
+    names = [batch.unshared.sample_ids for batch in batches]
+    assert restore_sequences(micros, names).tolist() == list(range(len(ids)))
+
+
+def test_kept_values_are_those_of_samples() -> None:
+    rng = np.random.default_rng(3)
+    ids = forest(rng)
+    samples = samples_of(rng, ids)
+    ids.append([1, 2])
+    ours, _ = gradient(decoder(), divided(rng, ids), samples, cross_entropy(), keep="tokens")
+    theirs, _ = gradient(decoder(), alone(ids), samples, cross_entropy(), keep="tokens")
+    assert ours.kept.sample_ids.tolist() == theirs.kept.sample_ids.tolist()
+    torch.testing.assert_close(ours.kept.tokens, theirs.kept.tokens)
+    torch.testing.assert_close(ours.kept.samples, theirs.kept.samples)
+    assert ours.tokens < theirs.tokens
+
+
+def test_what_cannot_share_prefixes_is_refused_with_the_remedy() -> None:
+    rng = np.random.default_rng(1)
+    ids = forest(rng)
+    samples = samples_of(rng, ids)
+    micros = [micro_of(ids, range(len(ids)))]
+    with pytest.raises(ConfigError, match=r"use_attention\(model\).*or plan without prefixes"):
+        gradient(llama(name="sdpa"), micros, samples, cross_entropy())
+    with pytest.raises(ConfigError, match=r"preprocess gets the slots.*or plan without prefixes"):
+        gradient(decoder(), micros, samples, cross_entropy(), preprocess=lambda batch: batch)
+
+
+def test_a_plan_of_prefixes_runs_and_is_restored() -> None:
+    prompts = [list(range(6)), list(range(10, 3, -1))]
+    ids = [[*prompt, at % 9, at % 4, 3] for prompt in prompts for at in range(6)]
+    recipe = Recipe(layout=Packed(max_tokens=64))
+    plan = make_plan([len(each) for each in ids], recipe, prefixes=find_prefixes(ids))
+    assert plan.segments.parent is not None
+    rng, model = np.random.default_rng(0), decoder()
+    samples = samples_of(rng, ids)[:-1]
+    _, ours = gradient(model, plan[0, 0], samples, cross_entropy())
+    _, theirs = gradient(model, alone(ids), samples, cross_entropy())
+    assert max(errors_of_parameters(ours, theirs).values()) <= 1e-12
+    batches = [COLLATE(micro, samples) for micro in plan[0, 0]]
+    tokens = restore_tokens(plan, [batch.tokens for batch in batches], pad=-1)
+    assert [[token for token in row if token >= 0] for row in tokens.tolist()] == ids
+    plain = compute_log_probs(model, samples, recipe, entropy=True)
+    shared = compute_log_probs(model, samples, recipe, entropy=True, share_prefixes=True)
+    torch.testing.assert_close(shared, plain)
+
+
+def test_rollouts_share_prompts_and_come_back_in_order() -> None:
+    prompt = torch.arange(8).expand(8, -1) % VOCABULARY
+    torch.manual_seed(0)
+    ids = torch.cat((prompt, torch.randint(0, VOCABULARY, (8, 4))), 1)
+    ids[3] = ids[2]
+    extras = {"response_mask": torch.ones(8, 4), "old_log_probs": torch.randn(8, 12).double()}
+    extras["advantages"] = torch.randn(8).double()
+    batch = RolloutBatch({"input_ids": ids, **extras}, lengths=[12] * 8, padding_side="right")
+    recipe = Recipe(layout=Packed(max_tokens=64), steps=Steps(samples=4))
+    gradients, tokens, log_probs = [], [], []
+    for shared in (False, True):
+        model = decoder()
+        runner = Runner(
+            model=model, loss=policy_gradient(), collate=batch.collator(), keep="tokens"
+        )
+        plan = batch.plan(recipe, epochs=2, share_prefixes=shared)
+        results = [runner.run(step) for step in plan.steps(batch)]
+        gradients.append({name: each.grad for name, each in model.named_parameters()})
+        tokens.append(sum(result.tokens for result in results))
+        steps = list(plan.steps(batch))[:2]
+        values = [each for step in steps for each in compute_log_probs(model, step)]
+        rows = np.concatenate([step.own_sample_ids for step in steps])
+        log_probs.append(batch.restore_tokens(values, rows))
+    assert max(errors_of_parameters(*gradients).values()) <= 1e-12
+    torch.testing.assert_close(*log_probs)
+    assert tokens[0] == 2 * 8 * 12
+    assert tokens[1] < 0.6 * tokens[0]
+
+
+def test_trees_are_compiled_and_checkpointed() -> None:
+    rng = np.random.default_rng(5)
+    ids = forest(rng)
+    samples, micros = samples_of(rng, ids)[:-1], [micro_of(ids, range(len(ids)))]
+    _, expected = gradient(decoder(), alone(ids), samples, cross_entropy())
+    checkpointed, compiled = decoder(), decoder()
+    apply_activation_checkpointing(checkpointed, check_fn=lambda part: isinstance(part, Block))
+    _, by_part = gradient(checkpointed, micros, samples, cross_entropy())
+    by_part = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in by_part.items()}
+    assert max(errors_of_parameters(by_part, expected).values()) <= 1e-12
+    step = [COLLATE(micro, samples) for micro in micros]
+    graph = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    Runner(model=graph, loss=cross_entropy()).run(step)
+    by_graph = {name: each.grad for name, each in compiled.named_parameters()}
+    assert max(errors_of_parameters(by_graph, expected).values()) <= 1e-12
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_ranks_share_a_step_of_trees(how: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    ids = forest(rng, 12)
+    samples = samples_of(rng, ids)[:-1]
+    _, expected = gradient(decoder(), alone(ids), samples, cross_entropy())
+    micros = divided(rng, ids)
+    assert len(micros) == 2
+    for ended in run_processes(2, run_trees, tmp_path, how, micros, samples):
+        assert ended.status == 0, ended.output
+        assert max(errors_of_parameters(ended.result, expected).values()) <= 1e-12
+
+
+def run_trees(rank: int, size: int, how: str, micros: Any, samples: Any) -> Any:
+    model, _ = wrapped(decoder(), how, size)
+    batches = [COLLATE(micros[rank], samples)]
+    Runner(model=model, loss=cross_entropy(), collective=Distributed()).run(batches)
+    gradients = {}
+    for name, each in model.named_parameters():
+        whole = each.grad.full_tensor() if how == "fsdp" else each.grad
+        gradients[name.removeprefix("module.")] = whole
+    return gradients
