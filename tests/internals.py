@@ -187,7 +187,7 @@ if TYPE_CHECKING:
     from evenstep.tensors import segment_attention
     from evenstep.tensors.batch import IGNORE_INDEX, Boundaries, Sharding
     from evenstep.tensors.collate import Columns
-    from evenstep.tensors.head import Wanted, score
+    from evenstep.tensors.head import Factors, Wanted, score
     from evenstep.tensors.losses import Outcome, merge
     from evenstep.tensors.restore import Key as OriginKey
     from evenstep.tensors.segment_attention import (

@@ -12,7 +12,7 @@ from evenstep import Packed, Padded
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors import Head, cross_entropy, label_log_probs, policy_gradient
 from tests.examples import examples
-from tests.internals import Layout, Wanted, score
+from tests.internals import Factors, Layout, Wanted, score
 from tests.tensors.scored import (
     VOCABULARY,
     batch_with,
@@ -168,6 +168,44 @@ def test_the_weight_gradient_of_bfloat16_is_summed_in_float32() -> None:
         label_log_probs(hidden, labels, head=Head(linear, chunk=chunk)).sum().backward()
         error = (linear.weight.grad.double() - exact).abs().max() / exact.abs().max()
         assert error < 0.01
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("how", ["sum", "each", "twice"])
+def test_gradients_of_the_forward_are_those_of_the_logits(smoothing: float, how: str) -> None:
+    torch.manual_seed(0)
+    head = head_of(chunk=3, soft_cap=4.0, scale=1.5)
+    weight, bias = head.weight_and_bias
+    hidden = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([1, -100, 3, 0, 2, 2, -100, 5, 6, 1])
+    weights, other = torch.rand(2, 10, dtype=torch.float64)
+    factors = Factors(weights, log_prob=smoothing - 1, mean=-smoothing)
+    wanted = frozenset({"mean_log_probs"})
+    gradients = []
+    for outputs, last in ((hidden, head), (logits_by_hand(hidden, head), None)):
+        scores = score(outputs, labels, head=last, temperature=0.7, wanted=wanted, factors=factors)
+        value = scores.times(factors)
+        total = (value * other).sum() if how == "each" else 3 * value.sum()
+        parameters = [hidden, weight, bias]
+        if how == "twice":
+            torch.autograd.grad(total, parameters, retain_graph=True)
+        gradients.append(torch.autograd.grad(total, parameters))
+    for ours, expected in zip(*gradients, strict=True):
+        close(ours, expected, 1e-12)
+
+
+def test_the_forward_computes_gradients_only_where_they_are_needed() -> None:
+    head, hidden = head_of(), torch.randn(6, 5, dtype=torch.float64)
+    factors = Factors(torch.ones(6), log_prob=-1.0, mean=0.0)
+    labels = torch.tensor([1, 2, 3, 0, 1, 2])
+    with torch.no_grad():
+        value = score(hidden, labels, head=head, factors=factors).times(factors)
+    assert not value.requires_grad
+    value = score(hidden, labels, head=head, factors=factors).times(factors)
+    value.sum().backward()
+    weight, _ = head.weight_and_bias
+    assert weight.grad is not None
+    assert hidden.grad is None
 
 
 def test_autocast_applies_to_the_head() -> None:

@@ -1,17 +1,18 @@
 """Head: scores of labels (log-probs, entropies) from logits, or from hidden states and a head.
 
 The logits of a micro-batch, (tokens, vocabulary), are the largest tensor of a step. With a `Head`,
-the forward computes them for `chunk` tokens, keeps a few numbers per token, and discards them; the
-backward computes them again. Slots without a label are skipped.
+the forward computes them for `chunk` tokens, keeps a few numbers per token, and discards them. Of a
+loss that is a weighted sum of log-probs, it computes the gradients at once; else the backward
+computes the logits again. Slots without a label are skipped.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,15 @@ from evenstep.tensors.batch import IGNORE_INDEX
 Wanted: TypeAlias = frozenset[str]
 """Of: entropy, mean_log_probs, log_normalizer."""
 
+
+class Factors(NamedTuple):
+    """The loss of a label: its weight * (log_prob * its log-prob + mean * its mean log-prob)."""
+
+    weights: Tensor  # (n)
+    log_prob: float
+    mean: float
+
+
 _LEAST = -1e4  # of a log-prob that is multiplied by its probability: 0 * -inf would be NaN
 
 
@@ -35,7 +45,7 @@ class Head:
               (vocabulary, hidden)
     scale     logits are multiplied by it
     soft_cap  logits become soft_cap * tanh(logits / soft_cap), after scaling
-    chunk     tokens whose logits are in memory at once
+    chunk     tokens whose logits are in memory at once, at most
 
     Gradients of hidden states, weight and bias are those of the logits; the gradient of the weight
     is summed over chunks in float32 or wider. With `fully_shard`, the root module must hold the
@@ -43,13 +53,13 @@ class Head:
 
     >>> linear = nn.Linear(8, 100)
     >>> Head(linear, soft_cap=30.0).chunk
-    1024
+    2048
     """
 
     linear: nn.Linear | Tensor
     scale: float = field(default=1.0, kw_only=True)
     soft_cap: float | None = field(default=None, kw_only=True)
-    chunk: int = field(default=1024, kw_only=True)
+    chunk: int = field(default=2048, kw_only=True)
 
     def __post_init__(self) -> None:
         plain = isinstance(self.linear, nn.Linear) and (
@@ -103,6 +113,15 @@ class Scores:
     """The mean of the log-probs of the whole vocabulary."""
     log_normalizer: Tensor
     """logsumexp of the logits."""
+    weighted: Tensor | None = None
+    """With a head and factors: `times(factors)`. No other field has a gradient then."""
+
+    def times(self, factors: Factors) -> Tensor:
+        """(n): the loss of each label."""
+        if self.weighted is not None:
+            return self.weighted
+        weights, log_prob, mean = factors
+        return weights * (log_prob * self.log_probs + mean * self.mean_log_probs)
 
 
 def score(
@@ -112,14 +131,16 @@ def score(
     head: Head | None = None,
     temperature: float = 1.0,
     wanted: Wanted = frozenset(),
+    factors: Factors | None = None,
 ) -> Scores:
     """(n, vocabulary) logits, or (n, hidden) states with `head`, and (n) labels -> scores.
 
     Logits are divided by `temperature` first. `wanted` names the fields that are computed besides
-    the log-probs.
+    the log-probs. A loss that is the sum of `Scores.times(factors)` gives the factors here too:
+    with a head, the logits are then computed once instead of twice.
     """
     if head is not None:
-        return Scores(*_head_scores(outputs, labels, head, temperature, wanted))
+        return Scores(*_head_scores(outputs, labels, head, temperature, wanted, factors))
     logits = wide(outputs) if temperature == 1.0 else wide(outputs) / temperature
     entropy = mean = normalizer = nothing = logits.new_zeros(len(labels))
     if not wanted:
@@ -141,7 +162,7 @@ def score(
 
 def scorer(
     head: Head | nn.Linear | Tensor | None, temperature: float, **wanted: bool
-) -> Callable[[Tensor, Tensor], Scores]:
+) -> Callable[..., Scores]:
     """`score` with the options of a loss; `wanted` says which fields are computed."""
     positive("temperature", temperature)
     names = frozenset(name for name, computed in wanted.items() if computed)
@@ -176,7 +197,12 @@ def label_log_probs(
 
 
 def _head_scores(
-    hidden: Tensor, labels: Tensor, head: Head, temperature: float, wanted: Wanted
+    hidden: Tensor,
+    labels: Tensor,
+    head: Head,
+    temperature: float,
+    wanted: Wanted,
+    factors: Factors | None,
 ) -> tuple[Tensor, ...]:
     """The fields of `Scores` for (n, hidden) states; 0 where the label is ignored."""
     weight, bias = head.weight_and_bias
@@ -185,27 +211,37 @@ def _head_scores(
             f"outputs have {hidden.shape[-1]} numbers per token, but the head takes "
             f"{weight.shape[-1]}. Let `forward` return the last hidden states, or omit head."
         )
-    kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
     device = hidden.device.type
     # The dtype of the product: autocast's, else the wider one.
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
-        scores = _HeadScores.apply(
-            hidden.index_select(0, kept).to(dtype),
-            weight.to(dtype),
-            None if bias is None else bias.to(dtype),
-            labels.index_select(0, kept),
-            head,
-            temperature,
-            wanted,
+        formula = _Formula(
+            head.scale, head.soft_cap, temperature, "entropy" in wanted, "mean_log_probs" in wanted
         )
-    return tuple(each.new_zeros(len(labels)).index_copy(0, kept, each) for each in scores)
+        fields: tuple[Tensor, ...] = _HeadScores.apply(
+            hidden,
+            weight,
+            bias,
+            labels,
+            factors,
+            dtype,
+            head.chunk,
+            formula,
+            torch.is_grad_enabled(),
+        )
+    return fields
 
 
 class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
-    """Hidden states with labels -> log-probs, entropy, mean log-probs and normalizer of each."""
+    """Hidden states and labels -> log-prob, entropy, mean log-prob, normalizer, weighted sum.
+
+    Without factors, the backward computes the logits again: four products of the size of the
+    logits. With factors, the gradient of a chunk is known while its logits are there: three
+    products, and the backward only scales, if the gradients of all labels are the same number.
+    They are what `sum()` passes on: a tensor whose entries are one (its stride is 0).
+    """
 
     @staticmethod
     def forward(
@@ -214,94 +250,241 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        head: Head,
-        temperature: float,
-        wanted: Wanted,
+        factors: Factors | None,
+        dtype: torch.dtype,
+        chunk: int,
+        formula: _Formula,
+        differentiable: bool,
     ) -> tuple[Tensor, ...]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        slots = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        states, chosen = hidden.index_select(0, slots).to(dtype), labels.index_select(0, slots)
+        narrow, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        wide_dtype = torch.promote_types(dtype, torch.float32)
         # rows: log-prob, entropy, mean log-prob, greatest logit, log of the sum relative to it
-        scores = torch.zeros((5, len(hidden)), dtype=dtype, device=hidden.device)
-        for first in range(0, len(hidden), head.chunk):
-            chunk = slice(first, first + head.chunk)
-            logits, _ = _chunk_logits(hidden[chunk], weight, bias, head, temperature)
-            greatest = logits.amax(-1)
-            logits = logits.sub_(greatest[:, None])
-            exponentials = logits.exp()
-            log_sum = exponentials.sum(-1).log()
-            scores[0, chunk] = logits.gather(-1, labels[chunk, None])[:, 0] - log_sum
-            if "entropy" in wanted:
-                products = exponentials.mul_(logits.clamp(min=_LEAST)).sum(-1)
-                scores[1, chunk] = log_sum - products / log_sum.exp()
-            if "mean_log_probs" in wanted:
-                scores[2, chunk] = logits.mean(-1) - log_sum
-            scores[3, chunk], scores[4, chunk] = greatest, log_sum
-        ctx.head, ctx.temperature, ctx.wanted = head, temperature, wanted
-        ctx.save_for_backward(hidden, weight, bias, labels, scores)
-        return scores[0].clone(), scores[1].clone(), scores[2].clone(), scores[3] + scores[4]
+        scores = torch.zeros((5, len(slots)), dtype=wide_dtype, device=hidden.device)
+        gradients = None
+        if factors is not None and differentiable:
+            gradients = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
+        pair = None  # the factor of each log-prob and mean
+        if factors is not None:
+            weights = factors.weights.index_select(0, slots).to(wide_dtype)
+            pair = torch.stack((factors.log_prob * weights, factors.mean * weights))
+        for part in _chunks(len(slots), chunk):
+            logits = functional.linear(states[part], narrow, offset)
+            if gradients is None:
+                scores[:, part] = _compiled(_scores, logits)(logits, chosen[part], formula)
+            else:
+                assert pair is not None
+                both = _compiled(_scores_and_gradients, logits)
+                scores[:, part], change = both(logits, chosen[part], pair[:, part], formula)
+                gradients.add(part, change, states, narrow)
+        ctx.set_materialize_grads(False)
+        ctx.how = dtype, chunk, formula, gradients
+        ctx.save_for_backward(hidden, weight, bias, slots, chosen, scores, pair)
+        log_probs, entropy, means, greatest, log_sum = scores
+        every = [log_probs, entropy, means, greatest + log_sum]
+        if pair is not None:
+            every.append(pair[0] * log_probs + pair[1] * means)
+        spread = [each.new_zeros(len(labels)).index_copy_(0, slots, each) for each in every]
+        if pair is not None:
+            ctx.mark_non_differentiable(*spread[:4])
+        return tuple(spread)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, scores = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        of_hidden = torch.empty_like(hidden) if need_hidden else None
-        of_weight = torch.zeros_like(weight, dtype=scores.dtype) if need_weight else None
-        of_bias = torch.zeros_like(bias, dtype=scores.dtype) if need_bias else None
-        for first in range(0, len(hidden), ctx.head.chunk):
-            chunk = slice(first, first + ctx.head.chunk)
-            per_label = [gradient[chunk, None] for gradient in gradients]
-            logits, slope = _chunk_logits(hidden[chunk], weight, bias, ctx.head, ctx.temperature)
-            change = _logit_gradients(
-                logits, labels[chunk], scores[:, chunk], per_label, ctx.wanted
+    def backward(ctx: Any, *by_label: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, slots, labels, scores, pair = ctx.saved_tensors
+        dtype, chunk, formula, gradients = ctx.how
+        last, none = by_label[-1], (None,) * 6
+        if gradients is not None and last is not None and last.stride(0) == 0:
+            return (*gradients.results(hidden, weight, bias, slots, last[0]), *none)
+        if gradients is not None:
+            zeros = torch.zeros_like(scores[0])
+            each = zeros if last is None else last.index_select(0, slots)
+            of_scores = torch.stack((each * pair[0], zeros, each * pair[1], zeros))
+        else:
+            of_scores = torch.stack(
+                [
+                    torch.zeros_like(scores[0]) if each is None else each.index_select(0, slots)
+                    for each in by_label[:4]
+                ]
             )
-            if isinstance(slope, Tensor) or slope != 1.0:
-                change = change * slope
-            narrow = change.to(hidden.dtype)
-            if of_hidden is not None:
-                of_hidden[chunk] = narrow @ weight
-            if of_weight is not None:
-                of_weight += narrow.T @ hidden[chunk]
-            if of_bias is not None:
-                of_bias += change.sum(0)
+        states, narrow = hidden.index_select(0, slots).to(dtype), weight.to(dtype)
+        offset = None if bias is None else bias.to(dtype)
+        again = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
+        for part in _chunks(len(slots), chunk):
+            logits = functional.linear(states[part], narrow, offset)
+            change = _compiled(_logit_gradients, logits)(
+                logits, labels[part], scores[:, part], of_scores[:, part], formula
+            )
+            again.add(part, change, states, narrow)
+        return (*again.results(hidden, weight, bias, slots, None), *none)
+
+
+@dataclass(frozen=True, slots=True)
+class _Formula:
+    """How a product becomes logits, and which scores are computed besides log-probs."""
+
+    scale: float
+    soft_cap: float | None
+    temperature: float
+    entropy: bool
+    means: bool
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """The gradients of states, weight and bias, summed over chunks; None if not needed."""
+
+    states: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def of(
+        cls, states: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, bool, bool]
+    ) -> _Gradients:
+        sums = torch.promote_types(states.dtype, torch.float32)
+        return cls(
+            torch.empty_like(states) if needed[0] else None,
+            torch.zeros_like(weight, dtype=sums) if needed[1] else None,
+            torch.zeros_like(bias, dtype=sums) if bias is not None and needed[2] else None,
+        )
+
+    def add(self, part: slice, change: Tensor, states: Tensor, weight: Tensor) -> None:
+        """Add a chunk: `change` is the gradient by each of its products."""
+        if self.states is not None:
+            torch.mm(change, weight, out=self.states[part])
+        if self.weight is not None:
+            if change.dtype == self.weight.dtype:
+                self.weight.addmm_(change.T, states[part])
+            elif change.is_cuda:
+                torch.addmm(
+                    self.weight, change.T, states[part], out_dtype=self.weight.dtype,
+                    out=self.weight,
+                )  # fmt: skip
+            else:
+                self.weight += change.T @ states[part]
+        if self.bias is not None:
+            self.bias += change.sum(0, dtype=self.bias.dtype)
+
+    def results(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        slots: Tensor,
+        factor: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients times `factor`, in the dtypes of what they belong to."""
+
+        def times(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+            if factor is None:
+                return gradient.to(dtype)
+            return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+
+        of_hidden = None
+        if self.states is not None:
+            of_hidden = torch.zeros_like(hidden)
+            of_hidden.index_copy_(0, slots, times(self.states, hidden.dtype))
+        of_bias = None
+        if bias is not None and self.bias is not None:
+            of_bias = times(self.bias, bias.dtype)
         return (
             of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
-            *(None,) * 4,
+            None if self.weight is None else times(self.weight, weight.dtype),
+            of_bias,
         )
 
 
-def _chunk_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float
-) -> tuple[Tensor, Tensor | float]:
-    """(final logits, their derivative by the product) of a chunk, in float32 or wider."""
-    logits = wide(functional.linear(hidden, weight, bias))
-    if head.scale != 1.0:
-        logits = logits * head.scale
-    slope: Tensor | float = head.scale / temperature
-    if head.soft_cap is not None:
-        bent = torch.tanh(logits / head.soft_cap)
-        logits, slope = bent * head.soft_cap, slope * (1 - bent * bent)
-    return logits if temperature == 1.0 else logits / temperature, slope
+def _chunks(count: int, most: int) -> Iterator[slice]:
+    """Slices of about equal length: 10 tokens in chunks of at most 4 -> 4, 3, 3."""
+    number = -(-count // most)
+    for index in range(number):
+        yield slice(index * count // number, (index + 1) * count // number)
+
+
+def _logits(product: Tensor, formula: _Formula) -> tuple[Tensor, Tensor | float]:
+    """(logits, their derivative by the product) in float32 or wider."""
+    logits = wide(product)
+    if formula.scale != 1.0:
+        logits = logits * formula.scale
+    slope: Tensor | float = formula.scale / formula.temperature
+    if formula.soft_cap is not None:
+        bent = torch.tanh(logits / formula.soft_cap)
+        logits, slope = bent * formula.soft_cap, slope * (1 - bent * bent)
+    return logits if formula.temperature == 1.0 else logits / formula.temperature, slope
+
+
+def _scores(product: Tensor, labels: Tensor, formula: _Formula) -> Tensor:
+    """(5, chunk): log-prob, entropy, mean log-prob, greatest logit, log of the sum relative to it,
+    from (chunk, vocabulary) products of hidden states and weights."""
+    logits, _ = _logits(product, formula)
+    greatest = logits.amax(-1)
+    logits = logits - greatest[:, None]
+    exponentials = logits.exp()
+    log_sum = exponentials.sum(-1).log()
+    entropy = means = torch.zeros_like(log_sum)
+    if formula.entropy:
+        products = (exponentials * logits.clamp(min=_LEAST)).sum(-1)
+        entropy = log_sum - products / log_sum.exp()
+    if formula.means:
+        means = logits.mean(-1) - log_sum
+    log_probs = logits.gather(-1, labels[:, None])[:, 0] - log_sum
+    return torch.stack((log_probs, entropy, means, greatest, log_sum))
 
 
 def _logit_gradients(
-    logits: Tensor, labels: Tensor, scores: Tensor, gradients: list[Tensor], wanted: Wanted
+    product: Tensor, labels: Tensor, scores: Tensor, of_scores: Tensor, formula: _Formula
 ) -> Tensor:
-    """(chunk, vocabulary): the gradient by each logit z, with p its probability.
+    """(chunk, vocabulary): the gradient by each product, written over the products.
+
+    By each logit z, with p its probability:
 
     log-prob of y: [z is y] - p      mean log-prob: 1 / vocabulary - p
     entropy H: -p (log p + H)        normalizer: p
     """
     _, entropy, _, greatest, log_sum = scores[:, :, None]
-    of_log_prob, of_entropy, of_mean, of_normalizer = gradients
-    log_probs = logits.sub_(greatest).sub_(log_sum)  # in place: a chunk of logits is large
+    of_log_prob, of_entropy, of_mean, of_normalizer = of_scores[:, :, None]
+    logits, slope = _logits(product, formula)
+    log_probs = logits - greatest - log_sum
     factor = of_normalizer - of_log_prob - of_mean
-    if "entropy" in wanted:
+    if formula.entropy:
         factor = factor - of_entropy * (log_probs.clamp(min=_LEAST) + entropy)
-    change = log_probs.exp_().mul_(factor)
-    if "mean_log_probs" in wanted:
-        change.add_(of_mean / logits.shape[-1])
-    return change.scatter_add_(1, labels[:, None], of_log_prob)
+    change = log_probs.exp() * factor
+    if formula.means:
+        change = change + of_mean / logits.shape[-1]
+    columns = torch.arange(logits.shape[-1], device=labels.device)
+    change = change + torch.where(columns == labels[:, None], of_log_prob, 0.0)
+    return product.copy_(change * slope)
+
+
+def _scores_and_gradients(
+    product: Tensor, labels: Tensor, factors: Tensor, formula: _Formula
+) -> tuple[Tensor, Tensor]:
+    """`_scores`, and the gradient by each product of the log-probs and their means, times factors.
+
+    The gradient is written over the products.
+    """
+    scores = _scores(product, labels, formula)
+    none = torch.zeros_like(factors[0])
+    of_scores = torch.stack((factors[0], none, factors[1], none))
+    return scores, _logit_gradients(product, labels, scores, of_scores, formula)
+
+
+_LEAST_COMPILED = 128  # tokens of a chunk: compiling pays for large tensors only
+
+
+def _compiled(function: Callable[..., Any], product: Tensor) -> Callable[..., Any]:
+    """The function, compiled on CUDA, where it takes one pass over the logits instead of ten."""
+    if not product.is_cuda or len(product) < _LEAST_COMPILED or torch.compiler.is_compiling():
+        return function
+    return _compile(function)
+
+
+@functools.cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled once for any number of tokens."""
+    return torch.compile(function, dynamic=True)
 
 
 # Options of losses -----------------------------------------------------------------------------

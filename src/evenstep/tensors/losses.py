@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from evenstep.core.text import one_of, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard, View
-from evenstep.tensors.head import Head, Scores, at_least_zero, positive, scorer, wide
+from evenstep.tensors.head import Factors, Head, Scores, at_least_zero, positive, scorer, wide
 
 Reduction: TypeAlias = Literal["sum", "mean", "min", "max"]
 
@@ -303,22 +303,31 @@ def _per_token(
         labels = view.labels
         counts = labels != IGNORE_INDEX
         value, metrics = formula(outputs, view, labels, counts)
-        total = counts.sum()
-        return value * view.loss_weights, {
-            name: each if isinstance(each, Metric) else Metric.mean(each.sum(), total)
-            for name, each in metrics.items()
-        }
+        return value * view.loss_weights, _means(metrics, counts)
 
     return PerSequence(loss, vectorised=True, scores_slots=scores_slots)
 
 
+def _means(metrics: Mapping[str, Any], counts: Tensor) -> dict[str, Metric]:
+    """Values per slot -> their means over loss tokens; a `Metric` stays as it is."""
+    total = counts.sum()
+    return {
+        name: each if isinstance(each, Metric) else Metric.mean(each.sum(), total)
+        for name, each in metrics.items()
+    }
+
+
 def scores_of(
-    score: Callable[[Tensor, Tensor], Scores], outputs: Tensor, view: View, labels: Tensor
+    score: Callable[..., Scores],
+    outputs: Tensor,
+    view: View,
+    labels: Tensor,
+    factors: Factors | None = None,
 ) -> Scores:
     """The scores of labels of a view. A slot that samples share is scored once, then its scores
     are those of each sample, so that its gradient is the sum of theirs."""
     if view.shared is None or view.shared.tree is None:
-        return score(outputs, labels)
+        return score(outputs, labels, factors=factors)
     scores = score(outputs, view.shared.labels.flatten())
     slots, counts = view.shared.tree.slots, labels != IGNORE_INDEX
     fields = (scores.log_probs, scores.entropy, scores.mean_log_probs, scores.log_normalizer)
@@ -355,18 +364,19 @@ def cross_entropy(
     at_least_zero("z_loss", z_loss)
     score = scorer(head, temperature, mean_log_probs=label_smoothing > 0, log_normalizer=z_loss > 0)
 
-    def formula(outputs: Tensor, view: View, labels: Tensor, counts: Tensor) -> Formulated:
-        scores = scores_of(score, outputs, view, labels)
-        nll = value = -scores.log_probs
-        metrics: dict[str, Any] = {"nll": nll, "loss_tokens": Metric.sum(counts.sum())}
-        if label_smoothing:
-            value = (1 - label_smoothing) * nll - label_smoothing * scores.mean_log_probs
+    def loss(outputs: Tensor, view: View) -> Outcome:
+        labels, weights = view.labels, view.loss_weights
+        factors = Factors(weights, log_prob=label_smoothing - 1, mean=-label_smoothing)
+        scores = scores_of(score, outputs, view, labels, None if z_loss else factors)
+        value, counts = scores.times(factors), labels != IGNORE_INDEX
+        tokens = Metric.sum(counts.sum())
+        metrics: dict[str, Any] = {"nll": -scores.log_probs, "loss_tokens": tokens}
         if z_loss:
             metrics["z_loss"] = z_loss * scores.log_normalizer.square()
-            value = value + metrics["z_loss"]
-        return value, metrics
+            value = value + metrics["z_loss"] * weights
+        return value, _means(metrics, counts)
 
-    return _per_token(formula, scores_slots=True)
+    return PerSequence(loss, vectorised=True, scores_slots=True)
 
 
 Ratio: TypeAlias = Literal["token", "sequence"]
