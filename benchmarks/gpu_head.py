@@ -50,7 +50,7 @@ def ways(tokens: int) -> dict[str, Loss]:
 
     def plain(hidden: Tensor, batch: Batch, linear: nn.Linear) -> Tensor:
         logits = linear(hidden)[0]
-        return functional.cross_entropy(logits.float(), batch.labels[0], reduction="sum")
+        return functional.cross_entropy(logits, batch.labels[0], reduction="sum")
 
     def ours(chunk: int, make: Callable[..., Any], **options: Any) -> Loss:
         def loss(hidden: Tensor, batch: Batch, linear: nn.Linear) -> Tensor:
@@ -128,9 +128,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokens, width, vocabularies = 32_768, 2_048, (152_064, 32_000)
+    tokens, width, vocabularies = 32_768, 2_048, [152_064, 32_000]
     if arguments.quick:
-        tokens, width, vocabularies = 2_048, 64, (1_000,)
+        tokens, width, vocabularies = 2_048, 64, [1_000]
     rows: list[dict[str, Any]] = []
     for vocabulary in vocabularies:
         torch.manual_seed(0)

@@ -270,13 +270,13 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
             weights = factors.weights.index_select(0, slots).to(wide_dtype)
             pair = torch.stack((factors.log_prob * weights, factors.mean * weights))
         for part in _chunks(len(slots), chunk):
-            logits = functional.linear(states[part], narrow, offset)
+            logits, those = functional.linear(states[part], narrow, offset), chosen[part]
             if gradients is None:
-                scores[:, part] = _compiled(_scores, logits)(logits, chosen[part], formula)
+                scores[:, part] = _run(_scores, formula, logits, those)
             else:
                 assert pair is not None
-                both = _compiled(_scores_and_gradients, logits)
-                scores[:, part], change = both(logits, chosen[part], pair[:, part], formula)
+                both = _run(_scores_and_gradients, formula, logits, those, pair[:, part])
+                scores[:, part], change = both
                 gradients.add(part, change, states, narrow)
         ctx.set_materialize_grads(False)
         ctx.how = dtype, chunk, formula, gradients
@@ -313,9 +313,8 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         again = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
         for part in _chunks(len(slots), chunk):
             logits = functional.linear(states[part], narrow, offset)
-            change = _compiled(_logit_gradients, logits)(
-                logits, labels[part], scores[:, part], of_scores[:, part], formula
-            )
+            about = labels[part], scores[:, part], of_scores[:, part]
+            change = _run(_logit_gradients, formula, logits, *about)
             again.add(part, change, states, narrow)
         return (*again.results(hidden, weight, bias, slots, None), *none)
 
@@ -474,17 +473,23 @@ def _scores_and_gradients(
 _LEAST_COMPILED = 128  # tokens of a chunk: compiling pays for large tensors only
 
 
-def _compiled(function: Callable[..., Any], product: Tensor) -> Callable[..., Any]:
-    """The function, compiled on CUDA, where it takes one pass over the logits instead of ten."""
+def _run(
+    function: Callable[..., Any], formula: _Formula, product: Tensor, *per_token: Tensor
+) -> Any:
+    """The function of these; compiled on CUDA: two passes over the logits instead of ten.
+
+    It is compiled once for any number of tokens: the last dimension of `per_token`. The size of the
+    vocabulary stays fixed, which makes reductions over it 2.5 times as fast.
+    """
     if not product.is_cuda or len(product) < _LEAST_COMPILED or torch.compiler.is_compiling():
-        return function
-    return _compile(function)
+        return function(product, *per_token, formula)
+    torch._dynamo.maybe_mark_dynamic(product, 0)
+    for each in per_token:
+        torch._dynamo.maybe_mark_dynamic(each, each.ndim - 1)
+    return _compile(function)(product, *per_token, formula)
 
 
-@functools.cache
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once for any number of tokens."""
-    return torch.compile(function, dynamic=True)
+_compile = functools.cache(torch.compile)
 
 
 # Options of losses -----------------------------------------------------------------------------
