@@ -14,6 +14,7 @@ from evenstep import (
     Packed,
     Padded,
     Plan,
+    Prefixes,
     Recipe,
     SecondWork,
     Steps,
@@ -33,14 +34,14 @@ def changed(plan: Plan, **fields: Any) -> Plan:
     """The plan with some fields replaced, however wrong."""
     names = (
         "recipe", "lengths", "step_of", "segments", "row_offsets", "micro_offsets",
-        "cell_offsets", "widths", "groups", "columns",
+        "cell_offsets", "widths", "groups", "columns", "prefix_order", "prefix_shared",
     )  # fmt: skip
     return Plan(**{name: getattr(plan, name) for name in names} | fields)
 
 
 def with_segments(plan: Plan, **columns: Any) -> Plan:
     s = plan.segments
-    kept = {"sample": s.sample, "start": s.start, "length": s.length}
+    kept = {"sample": s.sample, "start": s.start, "length": s.length, "parent": s.parent}
     return changed(plan, segments=Segments(**kept | columns))
 
 
@@ -110,6 +111,40 @@ def an_empty_step(plan: Plan) -> Plan:
         cell_offsets=np.append(cells, cells[-1] + more),
         widths=np.append(plan.widths, np.full(plan.num_ranks, plan.recipe.width_unit)),
     )
+
+
+# Two prompts of 4 and 3 tokens, one with a branch of its own: nodes 0, 2 and 5 are shared.
+#   segment  0         1         2         3         4         5         6         7
+#   tokens   0: 0-2    0: 2-5    1: 2-5    1: 5-7    2: 5-8    3: 0-1    3: 1-3    4: 1-5
+TREES = {"prefixes": Prefixes([0, 1, 2, 3, 4], [0, 3, 6, 0, 2])}
+TREE_LENGTHS = [5, 7, 8, 3, 5]
+one_pack = Recipe(layout=Packed(max_tokens=32))
+
+
+def with_parent(plan: Plan, i: int, value: int) -> Plan:
+    """Segment i sees another segment in front."""
+    assert plan.segments.parent is not None
+    return with_segments(plan, parent=at(plan.segments.parent, i, value))
+
+
+def reordered(plan: Plan, order: list[int]) -> Plan:
+    """The same tree in another order of segments."""
+    segments = plan.segments.take(np.array(order))
+    assert segments.parent is not None
+    number = np.argsort(order)
+    parent = np.where(segments.parent < 0, -1, number[segments.parent])
+    return with_segments(
+        plan,
+        sample=segments.sample,
+        start=segments.start,
+        length=segments.length,
+        parent=parent,
+    )
+
+
+def two_rows(plan: Plan) -> Plan:
+    """The last segments of the only row in a row of their own."""
+    return changed(plan, row_offsets=np.array([0, 6, 8]), micro_offsets=np.array([0, 2]))
 
 
 packed = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2))
@@ -354,12 +389,119 @@ FAULTS = {
             recipe=Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2), equal_sizes=True),
         ),
     ),
+    "a parent is in no micro-batch": Fault(
+        "offsets_nest", one_pack, lambda p: with_parent(p, 1, 8), TREES
+    ),
+    "prefixes are those of fewer samples": Fault(
+        "offsets_nest", one_pack, lambda p: changed(p, prefix_order=np.arange(3)), TREES
+    ),
+    "a sample behind a shared prefix runs twice": Fault(
+        "segments_once",
+        one_pack,
+        lambda p: with_segments(p, sample=at(p.segments.sample, 4, 1)),
+        TREES,
+    ),
+    "the last tokens behind a shared prefix do not run": Fault(
+        "segments_once",
+        one_pack,
+        lambda p: with_segments(p, length=at(p.segments.length, 4, 2)),
+        TREES,
+    ),
+    "a sample no longer sees the beginning that others share": Fault(
+        "segments_once", one_pack, lambda p: with_parent(p, 1, -1), TREES
+    ),
+    "a sample with all of its tokens shared is truncated": Fault(
+        "overflow_as_asked",
+        one_pack,
+        lambda p: with_segments(p, length=at(p.segments.length, 7, 2)),
+        TREES,
+    ),
+    "a micro-batch has more samples than asked, shared prefixes aside": Fault(
+        "rows_fit_layout",
+        Recipe(layout=Packed(max_tokens=32, samples=5)),
+        lambda p: changed(p, recipe=Recipe(layout=Packed(max_tokens=32, samples=4))),
+        TREES,
+    ),
+    "too many gathered keys": Fault(
+        "limits_hold",
+        replace(one_pack, limits=Limits(gathered=33)),
+        lambda p: changed(p, recipe=replace(one_pack, limits=Limits(gathered=32))),
+        TREES,
+    ),
+    "too much cost behind shared prefixes": Fault(
+        "limits_hold",
+        replace(one_pack, cost=Cost(per_pair=1), limits=Limits(cost=10_000)),
+        lambda p: changed(p, recipe=replace(p.recipe, limits=Limits(cost=100))),
+        TREES,
+    ),
+    "too many patches of samples that share": Fault(
+        "limits_hold",
+        replace(one_pack, limits=Limits(columns={"patches": 5})),
+        lambda p: changed(p, columns={"patches": np.full(5, 2)}),
+        {**TREES, "columns": {"patches": [1] * 5}},
+    ),
+    "a parent stands behind its child": Fault(
+        "parents_first", one_pack, lambda p: reordered(p, [1, 0, 2, 3, 4, 5, 6, 7]), TREES
+    ),
+    "a tree is in two rows": Fault("parents_first", one_pack, two_rows, TREES),
+    "siblings are apart": Fault(
+        "parents_first", one_pack, lambda p: reordered(p, [0, 2, 3, 1, 4, 5, 6, 7]), TREES
+    ),
+    "a shared prefix is named after a sample elsewhere": Fault(
+        "parents_first",
+        one_pack,
+        lambda p: with_segments(p, sample=at(p.segments.sample, 5, 0)),
+        TREES,
+    ),
+    "a position is skipped behind a shared prefix": Fault(
+        "positions_continue",
+        one_pack,
+        lambda p: with_segments(
+            p, start=at(p.segments.start, 3, 6), length=at(p.segments.length, 3, 1)
+        ),
+        TREES,
+    ),
+    "a shared prefix begins behind the first token": Fault(
+        "positions_continue",
+        one_pack,
+        lambda p: with_segments(
+            p, start=at(p.segments.start, 5, 1), length=at(p.segments.length, 5, 0)
+        ),
+        TREES,
+    ),
+    "a parent is that of another tree": Fault(
+        "positions_continue", one_pack, lambda p: with_parent(p, 7, 0), TREES
+    ),
+    "samples share the token before they part": Fault(
+        "prefixes_equal",
+        one_pack,
+        lambda p: changed(p, prefix_shared=np.array([0, 2, 6, 0, 2])),
+        TREES,
+    ),
+    "samples share without prefixes": Fault(
+        "prefixes_equal", one_pack, lambda p: changed(p, prefix_order=None), TREES
+    ),
+    "an order of prefixes has a sample twice": Fault(
+        "prefixes_equal",
+        one_pack,
+        lambda p: changed(p, prefix_order=np.array([0, 1, 2, 3, 3])),
+        TREES,
+    ),
+    "samples of two trees share": Fault(
+        "prefixes_equal",
+        one_pack,
+        lambda p: with_segments(
+            p, sample=swapped(p.segments.sample, 1, 6), length=swapped(p.segments.length, 1, 6)
+        ),
+        TREES,
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 def test_a_fault_is_found_by_the_check_that_is_named_for_it(fault: Fault) -> None:
     lengths = [9, 1, 1, 1, 1, 1, 1, 1] if fault.check == "sizes_equal" else LENGTHS
+    lengths = TREE_LENGTHS if "prefixes" in fault.arguments else lengths
     plan = make_plan(lengths, fault.recipe, **fault.arguments)
     assert violations(plan) == []
     spoiled = fault.spoil(plan)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from evenstep.core.ragged import FloatArray, IntArray, by_first_appearance, offsets_of, sum_by
 from evenstep.core.text import MOST
-from evenstep.errors import PlanError
+from evenstep.errors import InputError, PlanError
 
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
@@ -49,8 +49,9 @@ def offsets_nest(plan: Plan) -> list[str]:
     # Columns of samples, and the samples of segments.
     count = len(plan.lengths)
     columns = {"step_of": plan.step_of, **plan.columns}
-    if plan.groups is not None:
-        columns["groups"] = plan.groups
+    for name in ("groups", "prefix_order", "prefix_shared"):
+        if getattr(plan, name) is not None:
+            columns[name] = getattr(plan, name)
     wrong += [
         f"{name} has {len(column)} entries for {count} samples"
         for name, column in columns.items()
@@ -58,6 +59,11 @@ def offsets_nest(plan: Plan) -> list[str]:
     ]
     if ((plan.segments.sample < 0) | (plan.segments.sample >= count)).any():
         wrong.append("a segment has a sample that does not exist")
+    parent = plan.segments.parent
+    if parent is not None and not wrong:
+        segments = np.diff(plan.segment_offsets)[plan.micro_batch_of_segment]
+        if ((parent < -1) | (parent >= segments)).any():
+            wrong.append("a segment has a parent outside of its micro-batch")
     return wrong
 
 
@@ -79,8 +85,8 @@ def numbers_in_range(plan: Plan) -> list[str]:
 
 
 def segments_once(plan: Plan) -> list[str]:
-    """Every token of every sample runs exactly once, unless it was dropped or truncated."""
-    recipe, segments = plan.recipe, plan.segments
+    """Every token of every sample runs or is shared once, unless it was dropped or truncated."""
+    recipe, segments = plan.recipe, plan.whole_segments
     by = np.lexsort((segments.start, segments.sample))
     sample, start, length = segments.sample[by], segments.start[by], segments.length[by]
     # Where each segment must start: at 0, or where the one before it in its sample ends.
@@ -106,7 +112,7 @@ def overflow_as_asked(plan: Plan) -> list[str]:
     """Only samples that are too long are dropped, truncated, split or run over the budget."""
     recipe, limit = plan.recipe, plan.recipe.longest_segment
     count = len(plan.lengths)
-    sample, length = plan.segments.sample, plan.segments.length
+    sample, length = plan.whole_segments.sample, plan.whole_segments.length
     kept = sum_by(sample, length, count).astype(np.int64)
     num_segments = np.bincount(sample, minlength=count)
     # Samples that are too long, and segments that are.
@@ -188,8 +194,9 @@ def rows_fit_layout(plan: Plan) -> list[str]:
         wanted = np.maximum(wanted, rows)  # other micro-batches of the step may need more
     wrong += _faults(rows != wanted, "micro-batch {} has {} rows, not {}", rows, wanted)
     if layout.samples is not None:
+        samples = plan.sum_by_micro_batch(plan.own.astype(np.int64))
         sentence = f"micro-batch {{}} holds {{}} samples, more than {layout.samples}"
-        wrong += _faults(segments > layout.samples, sentence, segments)
+        wrong += _faults(samples > layout.samples, sentence, samples)
     return wrong
 
 
@@ -296,7 +303,7 @@ def shapes_equal(plan: Plan) -> list[str]:
 
 
 def limits_hold(plan: Plan) -> list[str]:
-    """No micro-batch exceeds the limits on cost and columns."""
+    """No micro-batch exceeds the limits on cost, columns and gathered keys."""
     recipe, layout, limits, wrong = plan.recipe, plan.recipe.layout, plan.recipe.limits, []
     measured: list[tuple[str, IntArray | FloatArray, float]] = []
     count = np.diff(plan.segment_offsets)
@@ -304,7 +311,8 @@ def limits_hold(plan: Plan) -> list[str]:
     alone = (count == 1) if recipe.overflow == "alone" else np.zeros(len(count), bool)
     if limits.cost is not None:
         owner, aligned = plan.micro_batch_of_segment, plan.aligned_lengths
-        costs = layout.limited_costs(recipe.cost, plan.rows, plan.widths, owner, aligned)
+        behind = plan.segments.behind
+        costs = layout.limited_costs(recipe.cost, plan.rows, plan.widths, owner, aligned, behind)
         alone_costs = sum_by(owner, layout.segment_costs(recipe, aligned), len(count))
         exempt = alone & (alone_costs + recipe.cost.per_micro_batch > limits.cost)
         measured.append(("cost", np.where(exempt, 0.0, costs), limits.cost * (1 + 1e-9)))
@@ -312,8 +320,12 @@ def limits_hold(plan: Plan) -> list[str]:
         if name not in plan.columns:
             wrong.append(f"column {name} has a limit but is not in the plan")
             continue
-        column = plan.columns[name][plan.segments.sample]
+        column = np.where(plan.own, plan.columns[name][plan.segments.sample], 0)
         measured.append((name, np.where(alone, 0, plan.sum_by_micro_batch(column)), limit))
+    if plan.segments.behind is not None and recipe.gathered is not None:
+        # Segments behind a shared prefix gather its keys and their own.
+        keys = np.where(plan.segments.behind > 0, plan.segments.behind + plan.aligned_lengths, 0)
+        measured.append(("gathered keys", plan.sum_by_micro_batch(keys), recipe.gathered))
     for name, value, most in measured:
         over = (value > most) & (count > 0)
         wrong += _faults(over, f"micro-batch {{}} holds {{}} {name}, more than {most}", value)
@@ -391,6 +403,61 @@ def order_kept(plan: Plan) -> list[str]:
     return [f"micro-batch {m} runs after later samples" for m in filled[order][1:][late][:_SHOWN]]
 
 
+def parents_first(plan: Plan) -> list[str]:
+    """Shared prefixes stand before the segments that see them, in one row and in preorder."""
+    parent, segments = plan.parents, plan.segments
+    if parent is None:
+        return []
+    number = np.arange(len(segments))
+    wrong = _faults(parent >= number, "segment {} stands before its parent")
+    if wrong:
+        return wrong
+    row = np.repeat(np.arange(len(plan.row_offsets) - 1), np.diff(plan.row_offsets))
+    seen, above = parent >= 0, np.maximum(parent, 0)
+    wrong = _faults(seen & (row != row[above]), "segment {} is in another row than its parent")
+    # In preorder, a parent is the segment before, or a segment that this one sees.
+    # parents [-1, 0, 1, 0] -> the segments before are 2 at segment 3, then 1, then 0, its parent
+    at = number - 1
+    while (at > parent).any():
+        at = np.where(at > parent, parent[at], at)
+    wrong += _faults(at != parent, "segment {} is apart from others behind its parent")
+    # The sample of a shared prefix is the first behind it, so it runs in this micro-batch.
+    other = ~plan.own & (segments.sample != np.roll(segments.sample, -1))
+    return wrong + _faults(other, "segment {} is no prefix of the sample after it")
+
+
+def positions_continue(plan: Plan) -> list[str]:
+    """A segment that sees a shared prefix begins where that ends; prefixes begin at token 0."""
+    parent, segments = plan.parents, plan.segments
+    if parent is None:
+        return []
+    expected = np.where(parent < 0, 0, (segments.start + segments.length)[parent])
+    wrong = (segments.start != expected) & ((parent >= 0) | ~plan.own)
+    return _faults(wrong, "segment {} begins at token {}, not at {}", segments.start, expected)
+
+
+def prefixes_equal(plan: Plan) -> list[str]:
+    """Samples share only tokens that the prefixes of the plan call equal, and not the last one."""
+    prefixes, parent, segments = plan.prefixes, plan.parents, plan.segments
+    if prefixes is None:
+        return [] if parent is None else ["samples share tokens, but the plan has no prefixes"]
+    try:
+        prefixes.check(plan.lengths)
+    except InputError as error:
+        return [str(error)]
+    if parent is None:
+        return []
+    # A shared prefix ends before the last equal token, so that its last slot has one label.
+    child = np.flatnonzero(parent >= 0)
+    above = parent[child]
+    sample, other = segments.sample[child], segments.sample[above]
+    most = np.where(sample == other, plan.ends(sample), prefixes.between(sample, other)) - 1
+    end = (segments.start + segments.length)[above]
+    sentence = "samples {} and {} share {} tokens, but at most {} can be shared"
+    names = [sentence.format(*values) for values in zip(sample, other, end, most, strict=True)]
+    return [names[at] for at in np.flatnonzero(end > most)[:_SHOWN]]
+
+
 CHECKS: dict[str, Callable[[Plan], list[str]]] = {
     check.__name__: check
     for check in (
@@ -411,6 +478,9 @@ CHECKS: dict[str, Callable[[Plan], list[str]]] = {
         tokens_equal,
         kinds_together,
         order_kept,
+        parents_first,
+        positions_continue,
+        prefixes_equal,
     )
 }
 

@@ -471,6 +471,15 @@ class Plan:
         return np.where(parent < 0, -1, parent + first)
 
     @property
+    def whole_segments(self) -> Segments:
+        """The samples' own segments, each with the tokens that it sees in front of itself."""
+        segments, behind = self.segments, self.segments.behind
+        if behind is None:
+            return segments
+        columns = segments.sample, segments.start - behind, segments.length + behind
+        return Segments(*(column[self.own] for column in columns))
+
+    @property
     def prefixes(self) -> Prefixes | None:
         """What the samples share at their start; None if it was not given."""
         if self.prefix_order is None or self.prefix_shared is None:

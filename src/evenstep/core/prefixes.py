@@ -63,6 +63,27 @@ class Prefixes:
             )
         return cls(order, np.concatenate(([0], np.where(same, prompt[order][1:], 0)))[: len(order)])
 
+    def between(self, samples: ArrayLike, others: ArrayLike) -> IntArray:
+        """How many leading tokens each of `samples` shares with the one of `others`.
+
+        A sample shares with itself the most that it shares with any other.
+
+        >>> Prefixes(order=[0, 2, 1], shared=[0, 4, 2]).between([0, 1], [1, 1]).tolist()
+        [2, 2]
+        """
+        position = np.empty(len(self), np.int64)
+        position[self.order] = np.arange(len(self))
+        one, other = position[np.asarray(samples)], position[np.asarray(others)]
+        first, last = np.minimum(one, other) + 1, np.maximum(one, other) + 1
+        padded = np.append(self.shared, 0)
+        common = np.where(one == other, np.maximum(padded[one], padded[one + 1]), 0)
+        # The least value from `first` up to `last`: of two spans of 1, 2, 4, ... values.
+        span, least = 1, padded
+        while (chosen := np.flatnonzero(last - first >= span)).size:
+            common[chosen] = np.minimum(least[first[chosen]], least[last[chosen] - span])
+            least, span = np.minimum(least[:-span], least[span:]), 2 * span
+        return common
+
     def take(self, samples: ArrayLike) -> Prefixes:
         """The prefixes of some samples, numbered by their position in `samples`.
 
@@ -70,15 +91,10 @@ class Prefixes:
         """
         position = np.empty(len(self), np.int64)
         position[self.order] = np.arange(len(self))
-        at = position[np.asarray(samples, np.int64)]
-        order = np.argsort(at, kind="stable")
-        at, shared = at[order], np.zeros(len(order), np.int64)
-        if len(at) > 1:
-            # The least value after the sample in front, up to this one.
-            padded = np.append(self.shared, 0)
-            shared[1:] = np.minimum.reduceat(padded[: at[-1] + 2], at + 1)[:-1]
-            most = np.maximum(padded[at], padded[at + 1])
-            shared[1:] = np.where(at[1:] == at[:-1], most[1:], shared[1:])
+        chosen = np.asarray(samples, np.int64)
+        order = np.argsort(position[chosen], kind="stable")
+        shared = np.zeros(len(order), np.int64)
+        shared[1:] = self.between(chosen[order][:-1], chosen[order][1:])
         return Prefixes(order, shared)
 
     def check(self, lengths: ArrayLike, input_ids: Sequence[Any] | Ids | None = None) -> None:

@@ -324,13 +324,13 @@ def _atoms_of(forest: Forest, units: Units, recipe: Recipe) -> _Atoms:
     behind = forest.parent >= 0
     begin = np.where(behind, forest.start, 0)
     cost = recipe.cost.of_lengths(size, begin)
-    # A sample takes its columns once, with its own tokens; every node is a segment.
+    # A sample takes its share once, with its own tokens; every node costs.
     extra = np.zeros((len(size), len(units.caps) + 1))
     share = units.extra / units.count[:, None] if len(units.caps) else units.extra
     extra[forest.node_of_leaf, :-1] = share[atom]
     for at, name in enumerate(units.limits):
-        if name in ("samples", "cost"):
-            extra[:, at] = 1 if name == "samples" else cost
+        if name == "cost":
+            extra[:, at] = cost
     extra[behind, -1] = (begin + size)[behind]
     caps = np.append(units.caps, float(recipe.gathered or 0))
     firsts = offsets_of(counts)
