@@ -39,6 +39,8 @@ LEAST = 64
 """Fewest queries of a block where a window limits the keys."""
 LARGEST = 256
 """Largest head dimension of the kernels of flash attention."""
+PART = 65_536
+"""Keys whose gradients are summed in float32 at once."""
 TINY = 2048
 """Entries of a dense mask that cost about as much as one more call, measured on a CPU core."""
 
@@ -606,7 +608,10 @@ def varlen_backward(
 def _summed(gradient: Tensor, index: Tensor, slots: int) -> Tensor:
     """(keys, heads, dim) -> (slots, heads, dim), summed over the keys of each slot."""
     summed = wide(gradient.new_zeros((slots, *gradient.shape[1:])))
-    return summed.index_add_(0, index, wide(gradient)).to(gradient.dtype)
+    # In parts, because wide copies of all keys would be the largest tensors of the backward.
+    for keys, part in zip(index.split(PART), gradient.split(PART), strict=True):
+        summed.index_add_(0, keys, wide(part))
+    return summed.to(gradient.dtype)
 
 
 @varlen_backward.register_fake  # type: ignore[untyped-decorator]
