@@ -606,12 +606,16 @@ def varlen_backward(
 
 
 def _summed(gradient: Tensor, index: Tensor, slots: int) -> Tensor:
-    """(keys, heads, dim) -> (slots, heads, dim), summed over the keys of each slot."""
-    summed = wide(gradient.new_zeros((slots, *gradient.shape[1:])))
-    # In parts, because wide copies of all keys would be the largest tensors of the backward.
-    for keys, part in zip(index.split(PART), gradient.split(PART), strict=True):
-        summed.index_add_(0, keys, wide(part))
-    return summed.to(gradient.dtype)
+    """(keys, heads, dim) -> (slots, heads, dim), summed over the keys of each slot.
+
+    One bag per slot: sums in float32 or wider, in the order of keys, without a wide copy.
+    """
+    sorted_slots, order = index.sort(stable=True)
+    first = torch.searchsorted(sorted_slots, torch.arange(slots, device=index.device))
+    rows = gradient.flatten(1)
+    rows = rows if gradient.is_cuda else wide(rows)  # CUDA adds bfloat16 in float32
+    sums = functional.embedding_bag(order, rows, first, mode="sum")
+    return sums.to(gradient.dtype).unflatten(1, gradient.shape[1:])
 
 
 @varlen_backward.register_fake  # type: ignore[untyped-decorator]
