@@ -52,7 +52,7 @@ def ways(tokens: int) -> dict[str, Loss]:
         logits = linear(hidden)[0]
         return functional.cross_entropy(logits, batch.labels[0], reduction="sum")
 
-    def ours(chunk: int, make: Callable[..., Any], **options: Any) -> Loss:
+    def ours(chunk: int | None, make: Callable[..., Any], **options: Any) -> Loss:
         def loss(hidden: Tensor, batch: Batch, linear: nn.Linear) -> Tensor:
             total: Tensor = make(head=Head(linear, chunk=chunk), **options)(hidden, batch).loss
             return total
@@ -60,14 +60,10 @@ def ways(tokens: int) -> dict[str, Loss]:
         return loss
 
     chunks = [size for size in (1024, 2048, 3072, 4096, 8192) if size <= tokens]
-    found: dict[str, Loss] = {"plain": plain, "plain, compiled": torch.compile(plain)}
-    found |= {f"Head, chunk {chunk:,}": ours(chunk, cross_entropy) for chunk in chunks}
-    for chunk in chunks[1:3]:
-        found[f"Head, clipped ratio, chunk {chunk:,}"] = ours(chunk, policy_gradient)
-        found[f"Head, ratio and entropy, chunk {chunk:,}"] = ours(
-            chunk, policy_gradient, entropy_weight=0.01
-        )
-    return found
+    every: dict[str, Loss] = {"plain": plain, "plain, compiled": torch.compile(plain)}
+    every |= {"Head": ours(None, cross_entropy), "Head, clipped ratio": ours(None, policy_gradient)}
+    every["Head, clipped ratio and entropy"] = ours(None, policy_gradient, entropy_weight=0.01)
+    return every | {f"Head, chunk {chunk:,}": ours(chunk, cross_entropy) for chunk in chunks}
 
 
 def reference(hidden: Tensor, batch: Batch, linear: nn.Linear) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,7 @@ class Factors(NamedTuple):
     mean: float
 
 
+_CHUNK_BYTES = 6 * 10**8
 _LEAST = -1e4  # of a log-prob that is multiplied by its probability: 0 * -inf would be NaN
 
 
@@ -45,21 +46,21 @@ class Head:
               (vocabulary, hidden)
     scale     logits are multiplied by it
     soft_cap  logits become soft_cap * tanh(logits / soft_cap), after scaling
-    chunk     tokens whose logits are in memory at once, at most
+    chunk     tokens whose logits are in memory at once, at most; by default as many as take 600 MB
 
     Gradients of hidden states, weight and bias are those of the logits; the gradient of the weight
     is summed over chunks in float32 or wider. With `fully_shard`, the root module must hold the
     layer, so that its weight is whole when the loss runs.
 
     >>> linear = nn.Linear(8, 100)
-    >>> Head(linear, soft_cap=30.0).chunk
-    2048
+    >>> Head(linear, soft_cap=30.0)(torch.zeros(2, 8)).shape
+    torch.Size([2, 100])
     """
 
     linear: nn.Linear | Tensor
     scale: float = field(default=1.0, kw_only=True)
     soft_cap: float | None = field(default=None, kw_only=True)
-    chunk: int = field(default=2048, kw_only=True)
+    chunk: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         plain = isinstance(self.linear, nn.Linear) and (
@@ -72,7 +73,8 @@ class Head:
             )
         positive("scale", abs(self.scale))
         positive("soft_cap", self.soft_cap)
-        whole_number("chunk", self.chunk)
+        if self.chunk is not None:
+            whole_number("chunk", self.chunk)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The logits of hidden states, (..., hidden) -> (..., vocabulary), all at once."""
@@ -216,22 +218,13 @@ def _head_scores(
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
+    chunk = head.chunk or max(1, _CHUNK_BYTES // (len(weight) * dtype.itemsize))
+    fields = "entropy" in wanted, "mean_log_probs" in wanted
+    formula = _Formula(head.scale, head.soft_cap, temperature, *fields)
+    how = factors, dtype, chunk, formula, torch.is_grad_enabled()
     with torch.autocast(device, enabled=False):
-        formula = _Formula(
-            head.scale, head.soft_cap, temperature, "entropy" in wanted, "mean_log_probs" in wanted
-        )
-        fields: tuple[Tensor, ...] = _HeadScores.apply(
-            hidden,
-            weight,
-            bias,
-            labels,
-            factors,
-            dtype,
-            head.chunk,
-            formula,
-            torch.is_grad_enabled(),
-        )
-    return fields
+        scores: tuple[Tensor, ...] = _HeadScores.apply(hidden, weight, bias, labels, *how)
+    return scores
 
 
 class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
