@@ -18,7 +18,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from evenstep.core.bounds import bins_bound
 from evenstep.core.layout import Padded
 from evenstep.core.ragged import IntArray, Segments, divided_up, rounded_up
 from evenstep.core.recipe import Recipe
@@ -75,7 +74,6 @@ NEAR = 1.002  # no exchanges
 FAIR = 1.01  # unless few units are searched for more: no exchanges, which take 0.5 ms
 FAR = 1.0125  # likewise: no thorough exchanges, which take 2 ms
 # What is tried:
-ROOMY = 1.03  # packs over their volume, from which on these are not counted: 0.2 ms
 LOOK = 4  # counts from the lower bound on, before bins are counted
 MORE_TRIES = 3
 STARTS = 3  # of random numbers for exchanges of SMALL steps
@@ -264,14 +262,13 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
     tried: list[Packing] = []
     for waves in _counts(problem, wanted, tried):
         least = min((each.time for each in tried), default=np.inf) * (1 - saving)
-        if tried and (problem.floor(tried[-1].waves) >= least or problem.floor(waves) >= least):
-            break  # floors rise with the waves, and the first of the two is known
+        # Floors rise with the waves, and that of the waves tried last is known.
+        if tried and any(problem.is_within(least, at, 1.0) for at in (tried[-1].waves, waves)):
+            break
         packing = search.quick(waves)
         if packing is None:
             continue
         tried.append(packing)
-        if search.even_at_once(packing) and len(tried) == 1:
-            break
         if search.many and len(tried) > 1 and packing.time > tried[0].time * (1 - saving):
             break  # even more waves are not likely to save either
     if not tried:
@@ -284,12 +281,13 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
     likely += range(len(tried)) if search.patient else []
     for at in dict.fromkeys(likely):
         least = min((each.time for each in tried[:at]), default=np.inf) * (1 - saving)
-        if problem.floor(tried[at].waves) < least:
+        if at == 0 or not problem.is_within(least, tried[at].waves, 1.0):
             tried[at] = search.thorough(tried[at])
     best = tried[first_worth([each.time for each in tried], saving)]
-    filled_waves, wave = np.unique(best.address // problem.per_wave, return_inverse=True)
-    waves = rounded_up(max(len(filled_waves), 1), problem.recipe.topology.multiple)
+    filled_waves = np.bincount(best.address // problem.per_wave, minlength=best.waves) > 0
+    waves = rounded_up(max(int(filled_waves.sum()), 1), problem.recipe.topology.multiple)
     if search.joint and wanted is None and waves < best.waves:  # leave out waves without units
+        wave = (np.cumsum(filled_waves) - 1)[best.address // problem.per_wave]
         address = wave * problem.per_wave + best.address % problem.per_wave
         best = faster(problem, best, address, waves) or best
     if search.joint:
@@ -310,21 +308,19 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
         yield wanted
         return
     units, recipe, multiple = problem.units, problem.recipe, problem.recipe.topology.multiple
-    # A lower bound. Where units leave room and the large ones too, their volume decides: a better
-    # bound on the packs would take longer, and rarely adds a wave.
-    capacity, per_wave = problem.capacity, problem.per_wave
-    packs = divided_up(int(np.minimum(units.size, capacity).sum()), capacity)
-    waves = rounded_up(max(divided_up(packs, per_wave), 1), multiple)
-    large = int((2 * units.size > capacity).sum())
-    if len(units.caps) or max(packs * ROOMY, large) > waves * per_wave:
-        taken = np.column_stack((units.size.astype(np.float64), units.extra))
-        packs = max(bins_bound(taken, np.append(float(capacity), units.caps)), 1)
-        waves = rounded_up(divided_up(packs, per_wave), multiple)
-    for _ in range(1 if len(units.caps) else LOOK):
+    capacity, per_wave, waves = problem.capacity, problem.per_wave, 0
+    if not len(units.caps):
+        # The volume nearly always suffices. A better bound takes longer than a try.
+        packs = divided_up(int(np.minimum(units.size, capacity).sum()), capacity)
+        waves = rounded_up(max(divided_up(packs, per_wave), 1), multiple)
         yield waves
-        if tried:
-            break
-        waves += multiple
+    if not tried:
+        fewest = rounded_up(divided_up(problem.fewest_packs, per_wave), multiple)
+        most = fewest + (1 if len(units.caps) else LOOK) * multiple
+        waves = max(waves + multiple, fewest)
+        while not tried and waves < most:
+            yield waves
+            waves += 0 if tried else multiple
     if not tried:
         packer = recipe.layout.packer or BEST_FIT
         bins = fill_bins(units, capacity, packer, recipe.seed, waves * per_wave)
@@ -387,45 +383,24 @@ class _Search:
         close = self.eager or self.problem.rows > 1
         return self.problem.floor(waves) * (min(share, NEAR) if close else share)
 
-    def even_at_once(self, packing: Packing) -> bool:
-        """Whether ranks are so even that there is nothing to search.
-
-        The mean over ranks is a floor that costs nothing. Another number of waves cannot save more
-        than the distance from it.
-        """
-        problem, recipe = self.problem, self.problem.recipe
-        if self.grouped or not (self.additive and self.joint) or recipe.equal_sizes:
-            return False
-        by_rank = problem.by_rank(packing.waves)
-        mean = float(problem.units.cost.sum()) / problem.ranks
-        beyond = packing.time - packing.waves * recipe.cost.per_micro_batch - mean
-        near = (EVEN if by_rank else NEAR if self.eager else FAIR) - 1
-        if self.many:  # if not by rank, nothing else would be tried
-            near = NEARLY - 1 if by_rank else 1.0
-        return beyond <= min(near * mean, max(recipe.cost.per_micro_batch, recipe.saving * mean))
-
     def quick(self, waves: int) -> Packing | None:
         """The fastest packs of the constructions; None if none fits."""
         problem, recipe = self.problem, self.problem.recipe
         by_rank = problem.by_rank(waves if self.joint else 2)
         best: Packing | None = None
         for at, construct in enumerate(constructions(problem, waves)):
-            if at == 1 and best is not None:
-                if self.even_at_once(best):
-                    return best
-                if self.many and not by_rank:
-                    break
-            if best is not None and best.time <= problem.floor(waves) * (
-                NEARLY if by_rank else NEAR
+            if best is not None and (
+                (at == 1 and self.many and not by_rank)
+                or problem.is_within(best.time, waves, NEARLY if by_rank else NEAR)
             ):
                 break
             best = faster(problem, best, construct(problem, waves), waves)
         if best is None and recipe.layout.packer is None and not problem.kinds_matter:
             if recipe.equal_sizes:
                 best = faster(problem, None, equal_ranks(problem, waves), waves)
-            elif self.joint:
+            elif self.joint and problem.fewest_packs <= waves * problem.per_wave:
                 best = faster(problem, None, filled(problem, waves), waves)
-        if best is None or not self.joint or best.time <= problem.floor(waves) * NEAR:
+        if best is None or not self.joint or problem.is_within(best.time, waves, NEAR):
             return best
         tries = max(2_000, 6 * waves * problem.per_wave)
         return self.improved(best, ((5, 0.0, tries),))
