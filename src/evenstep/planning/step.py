@@ -69,13 +69,14 @@ SEARCHED = 4096  # exchanges at all: 0.5 % of the time, for 2 to 20 ms
 MOST = 2**17  # more waves than the fewest: up to 1 %, for twice the time
 # Times over the floor that are good enough:
 EVEN = 1 + 1e-9  # final
-NEARLY = 1 + 1e-4  # once per step: no other construction
-NEAR = 1.002  # no exchanges
+NEARLY = 1.0005  # once per step: no other construction, no thorough exchanges
+ONE_WAVE = 1.001  # likewise in a step of one wave
+NEAR = 1.002  # no exchanges, and no further starts for thorough ones
 FAIR = 1.01  # unless few units are searched for more: no exchanges, which take 0.5 ms
 FAR = 1.0125  # likewise: no thorough exchanges, which take 2 ms
 # What is tried:
 LOOK = 4  # counts from the lower bound on, before bins are counted
-MORE_TRIES = 3
+MORE_TRIES = 2
 STARTS = 3  # of random numbers for exchanges of SMALL steps
 WIDER = (1.0, 1.02, 1.05)  # widths where all micro-batches share one, over the least
 QUICK: Phases = ((5, 0.0, 2_000),)
@@ -375,13 +376,14 @@ class _Search:
         # All counts are searched thoroughly, also those that begin slower.
         self.patient = self.eager or recipe.sync_every == "step" or recipe.saving == 0
 
-    def near(self, share: float, waves: int) -> float:
-        """A time that needs no further search; closer to the floor where the search is eager.
+    def is_near(self, packing: Packing, share: float) -> bool:
+        """Whether a time needs no further search; closer to the floor where the search is eager.
 
         So it is with several rows: they share what they wait, so that floors are closer.
         """
         close = self.eager or self.problem.rows > 1
-        return self.problem.floor(waves) * (min(share, NEAR) if close else share)
+        share = min(share, NEAR) if close else share
+        return self.problem.is_within(packing.time, packing.waves, share)
 
     def quick(self, waves: int) -> Packing | None:
         """The fastest packs of the constructions; None if none fits."""
@@ -400,21 +402,26 @@ class _Search:
                 best = faster(problem, None, equal_ranks(problem, waves), waves)
             elif self.joint and problem.fewest_packs <= waves * problem.per_wave:
                 best = faster(problem, None, filled(problem, waves), waves)
-        if best is None or not self.joint or problem.is_within(best.time, waves, NEAR):
+        quick_floor = problem.quick_floor(waves)  # the floor itself takes longer than exchanges
+        if best is None or not self.joint or best.time <= quick_floor * NEAR:
             return best
         tries = max(2_000, 6 * waves * problem.per_wave)
-        return self.improved(best, ((5, 0.0, tries),))
+        return self.improved(best, ((5, 0.0, tries),), quick_floor)
 
     def thorough(self, best: Packing) -> Packing:
         """The fastest packs after many exchanges, from several starts."""
         problem, waves = self.problem, best.waves
         by_rank, units = problem.by_rank(waves), len(problem.units)
-        enough = self.near(NEARLY if by_rank or self.eager else FAR, waves)
-        if not self.exchanged or best.time <= (self.near(EVEN, waves) if by_rank else enough):
+        enough = NEARLY if by_rank or self.eager else FAR
+        if by_rank and problem.recipe.sync_every == "micro_batch" and not self.eager:
+            enough = ONE_WAVE
+        dealt_evenly = by_rank and self.additive and problem.recipe.equal_sizes
+        if not self.exchanged or dealt_evenly or self.is_near(best, enough):
             return best
+        floor = problem.floor(waves)
         if units <= TINY and self.additive and not self.grouped and not problem.recipe.equal_sizes:
             moving = problem.time(problem.loads(best.address, waves, problem.units.cost))
-            goal = moving - (best.time - problem.floor(waves) * EVEN)
+            goal = moving - (best.time - floor * EVEN)
             order = np.lexsort((-problem.units.size, -problem.units.cost))
             address, proved = problem.search_all(order, best.address, waves, moving, goal)
             best = without_empty(problem, best)
@@ -424,25 +431,27 @@ class _Search:
                 best = other if other.time < best.time else best
             if proved:
                 return best
-        for seed in range(STARTS if units <= SMALL else 1):
+        best = self.improved(best, THOROUGH, floor)
+        far = max(enough, NEAR)
+        for seed in range(STARTS if units <= SMALL else 0):
             before = best.time
-            if best.time > enough:
-                best = self.improved(best, THOROUGH, seed)
-            if best.time > enough and units <= SMALL:
-                best = self.improved(best, ANYWHERE, seed)
+            if self.is_near(best, far):
+                break
+            best = self.improved(best, ANYWHERE, floor, seed)
             if best.time == before:
                 break  # other random numbers rarely gain where these do not
-        if problem.kinds_matter or best.time <= enough:
+            best = self.improved(best, THOROUGH, floor, seed + 1)
+        if problem.kinds_matter or self.is_near(best, far):
             return best
         start = equal_ranks if problem.recipe.equal_sizes else filled
         other = faster(problem, None, start(problem, waves), waves)
         if other is not None:
-            other = self.improved(other, THOROUGH)
+            other = self.improved(other, THOROUGH, floor)
             best = other if other.time < best.time else best
         return best
 
-    def improved(self, best: Packing, phases: Phases, seed: int = 0) -> Packing:
-        """The packs after exchanges, if these make them faster."""
+    def improved(self, best: Packing, phases: Phases, floor: float, seed: int = 0) -> Packing:
+        """The packs after exchanges, if these make them faster; exchanges stop at the floor."""
         problem, units, waves, address = self.problem, self.problem.units, best.waves, best.address
         recipe, works = problem.recipe, (units.cost, units.second)
         if recipe.topology.equal_widths:
@@ -454,7 +463,7 @@ class _Search:
             works = tokens, np.maximum(units.cost - tokens, 0.0)
         # What does not depend on the exchanges is the same in the time and in its floor.
         moving = problem.time(problem.loads(address, waves, *works))
-        goal = moving - (best.time - self.problem.floor(waves) * EVEN)
+        goal = moving - (best.time - floor * EVEN)
         times = MORE_TRIES if self.eager else 1
         if recipe.second_work is not None:  # exchanges even out what packs do not see
             times = max(times, len(units) // 128)

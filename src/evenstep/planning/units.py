@@ -384,8 +384,11 @@ class Problem:
         Near the mean it is, so that most steps never need the floor, which takes longer than to
         form their packs.
         """
-        quick = self.mean + waves * self.recipe.cost.per_micro_batch
-        return time <= quick * share or time <= self.floor(waves) * share
+        return time <= self.quick_floor(waves) * share or time <= self.floor(waves) * share
+
+    def quick_floor(self, waves: int) -> float:
+        """The mean of the ranks with what `waves` micro-batches cost; never above the floor."""
+        return self.mean + waves * self.recipe.cost.per_micro_batch
 
     @cached_property
     def fewest_packs(self) -> int:
