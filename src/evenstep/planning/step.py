@@ -70,8 +70,8 @@ MOST = 2**17  # more waves than the fewest: up to 1 %, for twice the time
 # Times over the floor that are good enough:
 EVEN = 1 + 1e-9  # final
 NEARLY = 1.0005  # once per step: no other construction, no thorough exchanges
-ONE_WAVE = 1.001  # likewise in a step of one wave
-NEAR = 1.002  # no exchanges, and no further starts for thorough ones
+CLOSE = 1.001  # no exchanges; in a step of one wave, no thorough ones
+NEAR = 1.002  # no further starts for thorough exchanges, and none at all in waves
 FAIR = 1.01  # unless few units are searched for more: no exchanges, which take 0.5 ms
 FAR = 1.0125  # likewise: no thorough exchanges, which take 2 ms
 # What is tried:
@@ -278,9 +278,8 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
             f"steps.micro_batches or layout.max_tokens."
         )
     fastest = int(np.argmin([each.time for each in tried]))
-    likely = [0, fastest, *range(1, fastest)]
-    likely += range(len(tried)) if search.patient else []
-    for at in dict.fromkeys(likely):
+    others = range(len(tried)) if search.patient else ()
+    for at in dict.fromkeys((0, fastest, *others)):
         least = min((each.time for each in tried[:at]), default=np.inf) * (1 - saving)
         if at == 0 or not problem.is_within(least, tried[at].waves, 1.0):
             tried[at] = search.thorough(tried[at])
@@ -403,7 +402,7 @@ class _Search:
             elif self.joint and problem.fewest_packs <= waves * problem.per_wave:
                 best = faster(problem, None, filled(problem, waves), waves)
         quick_floor = problem.quick_floor(waves)  # the floor itself takes longer than exchanges
-        if best is None or not self.joint or best.time <= quick_floor * NEAR:
+        if best is None or not self.joint or best.time <= quick_floor * CLOSE:
             return best
         tries = max(2_000, 6 * waves * problem.per_wave)
         return self.improved(best, ((5, 0.0, tries),), quick_floor)
@@ -414,7 +413,7 @@ class _Search:
         by_rank, units = problem.by_rank(waves), len(problem.units)
         enough = NEARLY if by_rank or self.eager else FAR
         if by_rank and problem.recipe.sync_every == "micro_batch" and not self.eager:
-            enough = ONE_WAVE
+            enough = CLOSE
         dealt_evenly = by_rank and self.additive and problem.recipe.equal_sizes
         if not self.exchanged or dealt_evenly or self.is_near(best, enough):
             return best
