@@ -63,8 +63,7 @@ Construction: TypeAlias = Callable[[Problem, int], IntArray]
 # Larger numbers of units, tries and counts make plans faster and planning slower; so do shares
 # closer to 1. Units up to which something is tried:
 TINY = 24  # all assignments, ALL of them at most: proves the optimum of most such steps
-SMALL = 64  # exchanges that may go far, as one unit is much of a load: up to 2 % of the time
-FEW = 256  # exchanges until a time is NEAR its floor, and MORE_TRIES times as many: 0.2 %, 10 ms
+FEW = 256  # MORE_TRIES exchanges, until a time is NEARLY its floor; ANYWHERE: up to 2 %, 10 ms
 SEARCHED = 4096  # exchanges at all: 0.5 % of the time, for 2 to 20 ms
 MOST = 2**17  # more waves than the fewest: up to 1 %, for twice the time
 # Times over the floor that are good enough:
@@ -72,16 +71,13 @@ EVEN = 1 + 1e-9  # final
 NEARLY = 1.0005  # once per step: no other construction, no thorough exchanges
 CLOSE = 1.001  # no exchanges; in a step of one wave, no thorough ones
 NEAR = 1.002  # no further starts for thorough exchanges, and none at all in waves
-FAIR = 1.01  # unless few units are searched for more: no exchanges, which take 0.5 ms
-FAR = 1.0125  # likewise: no thorough exchanges, which take 2 ms
+FAR = 1.0125  # unless few units are searched for more: no thorough exchanges, which take 2 ms
 # What is tried:
 LOOK = 4  # counts from the lower bound on, before bins are counted
 MORE_TRIES = 2
-STARTS = 3  # of random numbers for exchanges of SMALL steps
 WIDER = (1.0, 1.02, 1.05)  # widths where all micro-batches share one, over the least
-QUICK: Phases = ((5, 0.0, 2_000),)
 THOROUGH: Phases = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))
-ANYWHERE: Phases = ((4, 0.3, 2_000), (6, 0.1, 2_000), (8, 0.02, 1_000))
+ANYWHERE: Phases = ((4, 0.3, 2_000), (6, 0.1, 2_000), (8, 0.02, 1_000), *THOROUGH)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -432,14 +428,8 @@ class _Search:
                 return best
         best = self.improved(best, THOROUGH, floor)
         far = max(enough, NEAR)
-        for seed in range(STARTS if units <= SMALL else 0):
-            before = best.time
-            if self.is_near(best, far):
-                break
-            best = self.improved(best, ANYWHERE, floor, seed)
-            if best.time == before:
-                break  # other random numbers rarely gain where these do not
-            best = self.improved(best, THOROUGH, floor, seed + 1)
+        if units <= FEW and not self.is_near(best, far):
+            best = self.improved(best, ANYWHERE, floor)
         if problem.kinds_matter or self.is_near(best, far):
             return best
         start = equal_ranks if problem.recipe.equal_sizes else filled
