@@ -227,7 +227,7 @@ class _Divider:
             ends = min(cuts, key=lambda cut: float(levels_of(rows, cut, ranks, count).sum()))
             yield self.dealt(ends, count, "refined", "micro_batch")
             for relative in (True, False):
-                ends = lower_levels(rows, ends, ranks, count, relative, _WORK // 2)
+                ends = lower_levels(rows, ends, ranks, count, relative, _WORK)
             yield self.dealt(ends, count, "refined", "micro_batch")
         if count >= self.fewest_shared:
             yield self.shared.address(count)
@@ -264,7 +264,8 @@ class _Divider:
             best = faster(problem, best, address, waves) or best
         if proved:
             return best
-        address = problem.exchange(best.address, waves, _PHASES, goal)
+        times = 2 if problem.by_rank(waves) else 1  # any rank may take a unit, not only a wave's
+        address = problem.exchange(best.address, waves, _PHASES, goal, times=times)
         return faster(problem, best, address, waves) or best
 
 

@@ -18,7 +18,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from evenstep.core.bounds import bins_bound
 from evenstep.core.layout import Padded
 from evenstep.core.ragged import IntArray, Segments, divided_up, rounded_up
 from evenstep.core.recipe import Recipe
@@ -64,25 +63,21 @@ Construction: TypeAlias = Callable[[Problem, int], IntArray]
 # Larger numbers of units, tries and counts make plans faster and planning slower; so do shares
 # closer to 1. Units up to which something is tried:
 TINY = 24  # all assignments, ALL of them at most: proves the optimum of most such steps
-SMALL = 64  # exchanges that may go far, as one unit is much of a load: up to 2 % of the time
-FEW = 256  # exchanges until a time is NEAR its floor, and MORE_TRIES times as many: 0.2 %, 10 ms
+FEW = 256  # MORE_TRIES exchanges, until a time is NEARLY its floor; ANYWHERE: up to 2 %, 10 ms
 SEARCHED = 4096  # exchanges at all: 0.5 % of the time, for 2 to 20 ms
 MOST = 2**17  # more waves than the fewest: up to 1 %, for twice the time
 # Times over the floor that are good enough:
 EVEN = 1 + 1e-9  # final
-NEARLY = 1 + 1e-4  # once per step: no other construction
-NEAR = 1.002  # no exchanges
-FAIR = 1.01  # unless few units are searched for more: no exchanges, which take 0.5 ms
-FAR = 1.0125  # likewise: no thorough exchanges, which take 2 ms
+NEARLY = 1.0005  # once per step: no other construction, no thorough exchanges
+CLOSE = 1.001  # no exchanges; in a step of one wave, no thorough ones
+NEAR = 1.002  # no further starts for thorough exchanges, and none at all in waves
+FAR = 1.0125  # unless few units are searched for more: no thorough exchanges, which take 2 ms
 # What is tried:
-ROOMY = 1.03  # packs over their volume, from which on these are not counted: 0.2 ms
 LOOK = 4  # counts from the lower bound on, before bins are counted
-MORE_TRIES = 3
-STARTS = 3  # of random numbers for exchanges of SMALL steps
+MORE_TRIES = 2
 WIDER = (1.0, 1.02, 1.05)  # widths where all micro-batches share one, over the least
-QUICK: Phases = ((5, 0.0, 2_000),)
 THOROUGH: Phases = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))
-ANYWHERE: Phases = ((4, 0.3, 2_000), (6, 0.1, 2_000), (8, 0.02, 1_000))
+ANYWHERE: Phases = ((4, 0.3, 2_000), (6, 0.1, 2_000), (8, 0.02, 1_000), *THOROUGH)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,14 +259,13 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
     tried: list[Packing] = []
     for waves in _counts(problem, wanted, tried):
         least = min((each.time for each in tried), default=np.inf) * (1 - saving)
-        if tried and (problem.floor(tried[-1].waves) >= least or problem.floor(waves) >= least):
-            break  # floors rise with the waves, and the first of the two is known
+        # Floors rise with the waves, and that of the waves tried last is known.
+        if tried and any(problem.is_within(least, at, 1.0) for at in (tried[-1].waves, waves)):
+            break
         packing = search.quick(waves)
         if packing is None:
             continue
         tried.append(packing)
-        if search.even_at_once(packing) and len(tried) == 1:
-            break
         if search.many and len(tried) > 1 and packing.time > tried[0].time * (1 - saving):
             break  # even more waves are not likely to save either
     if not tried:
@@ -280,16 +274,16 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
             f"steps.micro_batches or layout.max_tokens."
         )
     fastest = int(np.argmin([each.time for each in tried]))
-    likely = [0, fastest, *range(1, fastest)]
-    likely += range(len(tried)) if search.patient else []
-    for at in dict.fromkeys(likely):
+    others = range(len(tried)) if search.patient else ()
+    for at in dict.fromkeys((0, fastest, *others)):
         least = min((each.time for each in tried[:at]), default=np.inf) * (1 - saving)
-        if problem.floor(tried[at].waves) < least:
+        if at == 0 or not problem.is_within(least, tried[at].waves, 1.0):
             tried[at] = search.thorough(tried[at])
     best = tried[first_worth([each.time for each in tried], saving)]
-    filled_waves, wave = np.unique(best.address // problem.per_wave, return_inverse=True)
-    waves = rounded_up(max(len(filled_waves), 1), problem.recipe.topology.multiple)
+    filled_waves = np.bincount(best.address // problem.per_wave, minlength=best.waves) > 0
+    waves = rounded_up(max(int(filled_waves.sum()), 1), problem.recipe.topology.multiple)
     if search.joint and wanted is None and waves < best.waves:  # leave out waves without units
+        wave = (np.cumsum(filled_waves) - 1)[best.address // problem.per_wave]
         address = wave * problem.per_wave + best.address % problem.per_wave
         best = faster(problem, best, address, waves) or best
     if search.joint:
@@ -310,21 +304,19 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
         yield wanted
         return
     units, recipe, multiple = problem.units, problem.recipe, problem.recipe.topology.multiple
-    # A lower bound. Where units leave room and the large ones too, their volume decides: a better
-    # bound on the packs would take longer, and rarely adds a wave.
-    capacity, per_wave = problem.capacity, problem.per_wave
-    packs = divided_up(int(np.minimum(units.size, capacity).sum()), capacity)
-    waves = rounded_up(max(divided_up(packs, per_wave), 1), multiple)
-    large = int((2 * units.size > capacity).sum())
-    if len(units.caps) or max(packs * ROOMY, large) > waves * per_wave:
-        taken = np.column_stack((units.size.astype(np.float64), units.extra))
-        packs = max(bins_bound(taken, np.append(float(capacity), units.caps)), 1)
-        waves = rounded_up(divided_up(packs, per_wave), multiple)
-    for _ in range(1 if len(units.caps) else LOOK):
+    capacity, per_wave, waves = problem.capacity, problem.per_wave, 0
+    if not len(units.caps):
+        # The volume nearly always suffices. A better bound takes longer than a try.
+        packs = divided_up(int(np.minimum(units.size, capacity).sum()), capacity)
+        waves = rounded_up(max(divided_up(packs, per_wave), 1), multiple)
         yield waves
-        if tried:
-            break
-        waves += multiple
+    if not tried:
+        fewest = rounded_up(divided_up(problem.fewest_packs, per_wave), multiple)
+        most = fewest + (1 if len(units.caps) else LOOK) * multiple
+        waves = max(waves + multiple, fewest)
+        while not tried and waves < most:
+            yield waves
+            waves += 0 if tried else multiple
     if not tried:
         packer = recipe.layout.packer or BEST_FIT
         bins = fill_bins(units, capacity, packer, recipe.seed, waves * per_wave)
@@ -379,30 +371,14 @@ class _Search:
         # All counts are searched thoroughly, also those that begin slower.
         self.patient = self.eager or recipe.sync_every == "step" or recipe.saving == 0
 
-    def near(self, share: float, waves: int) -> float:
-        """A time that needs no further search; closer to the floor where the search is eager.
+    def is_near(self, packing: Packing, share: float) -> bool:
+        """Whether a time needs no further search; closer to the floor where the search is eager.
 
         So it is with several rows: they share what they wait, so that floors are closer.
         """
         close = self.eager or self.problem.rows > 1
-        return self.problem.floor(waves) * (min(share, NEAR) if close else share)
-
-    def even_at_once(self, packing: Packing) -> bool:
-        """Whether ranks are so even that there is nothing to search.
-
-        The mean over ranks is a floor that costs nothing. Another number of waves cannot save more
-        than the distance from it.
-        """
-        problem, recipe = self.problem, self.problem.recipe
-        if self.grouped or not (self.additive and self.joint) or recipe.equal_sizes:
-            return False
-        by_rank = problem.by_rank(packing.waves)
-        mean = float(problem.units.cost.sum()) / problem.ranks
-        beyond = packing.time - packing.waves * recipe.cost.per_micro_batch - mean
-        near = (EVEN if by_rank else NEAR if self.eager else FAIR) - 1
-        if self.many:  # if not by rank, nothing else would be tried
-            near = NEARLY - 1 if by_rank else 1.0
-        return beyond <= min(near * mean, max(recipe.cost.per_micro_batch, recipe.saving * mean))
+        share = min(share, NEAR) if close else share
+        return self.problem.is_within(packing.time, packing.waves, share)
 
     def quick(self, waves: int) -> Packing | None:
         """The fastest packs of the constructions; None if none fits."""
@@ -410,36 +386,37 @@ class _Search:
         by_rank = problem.by_rank(waves if self.joint else 2)
         best: Packing | None = None
         for at, construct in enumerate(constructions(problem, waves)):
-            if at == 1 and best is not None:
-                if self.even_at_once(best):
-                    return best
-                if self.many and not by_rank:
-                    break
-            if best is not None and best.time <= problem.floor(waves) * (
-                NEARLY if by_rank else NEAR
+            if best is not None and (
+                (at == 1 and self.many and not by_rank)
+                or problem.is_within(best.time, waves, NEARLY if by_rank else NEAR)
             ):
                 break
             best = faster(problem, best, construct(problem, waves), waves)
         if best is None and recipe.layout.packer is None and not problem.kinds_matter:
             if recipe.equal_sizes:
                 best = faster(problem, None, equal_ranks(problem, waves), waves)
-            elif self.joint:
+            elif self.joint and problem.fewest_packs <= waves * problem.per_wave:
                 best = faster(problem, None, filled(problem, waves), waves)
-        if best is None or not self.joint or best.time <= problem.floor(waves) * NEAR:
+        quick_floor = problem.quick_floor(waves)  # the floor itself takes longer than exchanges
+        if best is None or not self.joint or best.time <= quick_floor * CLOSE:
             return best
         tries = max(2_000, 6 * waves * problem.per_wave)
-        return self.improved(best, ((5, 0.0, tries),))
+        return self.improved(best, ((5, 0.0, tries),), quick_floor)
 
     def thorough(self, best: Packing) -> Packing:
         """The fastest packs after many exchanges, from several starts."""
         problem, waves = self.problem, best.waves
         by_rank, units = problem.by_rank(waves), len(problem.units)
-        enough = self.near(NEARLY if by_rank or self.eager else FAR, waves)
-        if not self.exchanged or best.time <= (self.near(EVEN, waves) if by_rank else enough):
+        enough = NEARLY if by_rank or self.eager else FAR
+        if by_rank and problem.recipe.sync_every == "micro_batch" and not self.eager:
+            enough = CLOSE
+        dealt_evenly = by_rank and self.additive and problem.recipe.equal_sizes
+        if not self.exchanged or dealt_evenly or self.is_near(best, enough):
             return best
+        floor = problem.floor(waves)
         if units <= TINY and self.additive and not self.grouped and not problem.recipe.equal_sizes:
             moving = problem.time(problem.loads(best.address, waves, problem.units.cost))
-            goal = moving - (best.time - problem.floor(waves) * EVEN)
+            goal = moving - (best.time - floor * EVEN)
             order = np.lexsort((-problem.units.size, -problem.units.cost))
             address, proved = problem.search_all(order, best.address, waves, moving, goal)
             best = without_empty(problem, best)
@@ -449,25 +426,21 @@ class _Search:
                 best = other if other.time < best.time else best
             if proved:
                 return best
-        for seed in range(STARTS if units <= SMALL else 1):
-            before = best.time
-            if best.time > enough:
-                best = self.improved(best, THOROUGH, seed)
-            if best.time > enough and units <= SMALL:
-                best = self.improved(best, ANYWHERE, seed)
-            if best.time == before:
-                break  # other random numbers rarely gain where these do not
-        if problem.kinds_matter or best.time <= enough:
+        best = self.improved(best, THOROUGH, floor)
+        far = max(enough, NEAR)
+        if units <= FEW and not self.is_near(best, far):
+            best = self.improved(best, ANYWHERE, floor)
+        if problem.kinds_matter or self.is_near(best, far):
             return best
         start = equal_ranks if problem.recipe.equal_sizes else filled
         other = faster(problem, None, start(problem, waves), waves)
         if other is not None:
-            other = self.improved(other, THOROUGH)
+            other = self.improved(other, THOROUGH, floor)
             best = other if other.time < best.time else best
         return best
 
-    def improved(self, best: Packing, phases: Phases, seed: int = 0) -> Packing:
-        """The packs after exchanges, if these make them faster."""
+    def improved(self, best: Packing, phases: Phases, floor: float, seed: int = 0) -> Packing:
+        """The packs after exchanges, if these make them faster; exchanges stop at the floor."""
         problem, units, waves, address = self.problem, self.problem.units, best.waves, best.address
         recipe, works = problem.recipe, (units.cost, units.second)
         if recipe.topology.equal_widths:
@@ -479,7 +452,7 @@ class _Search:
             works = tokens, np.maximum(units.cost - tokens, 0.0)
         # What does not depend on the exchanges is the same in the time and in its floor.
         moving = problem.time(problem.loads(address, waves, *works))
-        goal = moving - (best.time - self.problem.floor(waves) * EVEN)
+        goal = moving - (best.time - floor * EVEN)
         times = MORE_TRIES if self.eager else 1
         if recipe.second_work is not None:  # exchanges even out what packs do not see
             times = max(times, len(units) // 128)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 
-from evenstep.core.bounds import StepFloor
+from evenstep.core.bounds import StepFloor, bins_bound
 from evenstep.core.measures import time_of_works
 from evenstep.core.ragged import (
     FloatArray,
@@ -266,7 +267,7 @@ class Problem:
         second = recipe.second_work
         apart = second is not None and second.same_waves
         self.kinds_matter = apart and bool((units.second > 0).any())
-        self._floor: StepFloor | None = None
+        self._floors: dict[int, float] = {}
 
     def holding(self, capacity: int) -> Problem:
         """The same problem with packs that hold `capacity`."""
@@ -359,12 +360,41 @@ class Problem:
         sums = [sum_by(address // self.rows, work, waves * self.ranks) for work in works]
         return [load.reshape(waves, self.ranks) for load in sums]
 
+    @cached_property
+    def mean(self) -> float:
+        """The work of all units divided by the ranks: a floor that is quick to compute."""
+        shaped = self.recipe.layout.static or self.recipe.topology.equal_widths
+        cost = self.recipe.cost.of_lengths(self.aligned) if shaped else self.units.cost
+        return float(cost.sum() + self.units.second.sum()) / self.ranks
+
+    @cached_property
+    def _step_floor(self) -> StepFloor:
+        second = None if self.recipe.second_work is None else self.units.second
+        return StepFloor(self.recipe, self.aligned, self.units.of_segment, second)
+
     def floor(self, waves: int) -> float:
         """A lower bound on the time of a step with this many waves or more."""
-        if self._floor is None:
-            second = None if self.recipe.second_work is None else self.units.second
-            self._floor = StepFloor(self.recipe, self.aligned, self.units.of_segment, second)
-        return self._floor.time(waves)
+        if waves not in self._floors:
+            self._floors[waves] = self._step_floor.time(waves)
+        return self._floors[waves]
+
+    def is_within(self, time: float, waves: int, share: float) -> bool:
+        """Whether a time is at most `share` times the floor.
+
+        Near the mean it is, so that most steps never need the floor, which takes longer than to
+        form their packs.
+        """
+        return time <= self.quick_floor(waves) * share or time <= self.floor(waves) * share
+
+    def quick_floor(self, waves: int) -> float:
+        """The mean of the ranks with what `waves` micro-batches cost; never above the floor."""
+        return self.mean + waves * self.recipe.cost.per_micro_batch
+
+    @cached_property
+    def fewest_packs(self) -> int:
+        """A lower bound on the packs that hold all units."""
+        taken = np.column_stack((self.units.size.astype(np.float64), self.units.extra))
+        return max(bins_bound(taken, np.append(float(self.capacity), self.units.caps)), 1)
 
 
 def empty_cost(recipe: Recipe) -> float:
