@@ -4,8 +4,9 @@ Padded    one segment per row        [a a a .]
                                      [b b . .]
 Packed    segments end to end        [a a a b b c .]
 
-Planning, floors, checks, stats and pools ask a layout; nothing outside of this file tests which of
-the two it is, except the one place in planning that chooses between sorted cuts and packing.
+Planning, floors, checks, stats and pools ask a layout. Where the two differ, `BaseLayout` answers
+for both, by `segments_per_row`. Outside of this file, which of the two it is matters only where
+planning chooses between sorted cuts and packing, and in the bounds on padded rows.
 """
 
 from __future__ import annotations

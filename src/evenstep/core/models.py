@@ -322,8 +322,8 @@ def mixing_of(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
                     f"Cost.fit."
                 )
         return [_MIXING[name] for name in names]
-    # Without layer types: the layers of a hybrid that attend, or those that slide.
     chosen: set[Any] = set()
+    # Without layer types: in a hybrid, the layers that attend.
     if kind.mixer != "none":
         if config.has("attn_layer_indices", "full_attn_idxs"):
             chosen = set(config.entries("attn_layer_indices", "full_attn_idxs"))
@@ -334,6 +334,7 @@ def mixing_of(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
             every = config.whole("full_attention_interval")
             chosen = set(range(every - 1, layers, every))
         return ["full" if layer in chosen else "mixer" for layer in range(layers)]
+    # Otherwise all layers attend, and the chosen ones within a window.
     if window_of(config) == 0:
         return ["full"] * layers
     if kind.period:  # with a period of 4, three of four layers slide
@@ -405,7 +406,7 @@ def text_work(config: ModelConfig) -> Work:
     """
     kind, layers = kind_of(config.model_type), _layers(config)
     mixing, sparse = mixing_of(config, kind, layers), sparse_layers(config, kind, layers)
-    works = [Work(weights=_hidden(config) * config.whole("vocab_size"))]
+    works = [Work(weights=_hidden(config) * config.whole("vocab_size"))]  # the head
     for layer in range(layers):
         works.append(_mix(config, kind, mixing[layer]))
         if not kind.bare:
@@ -423,6 +424,7 @@ def _hidden(config: ModelConfig) -> int:
 
 
 def _mix(config: ModelConfig, kind: Kind, mixing: Mixing) -> Work:
+    """The work of what mixes the tokens of one layer: attention or a mixer."""
     if mixing == "mixer":
         return _MIXERS[kind.mixer](config)
     weights, pair = _attention(config, kind)
@@ -439,6 +441,7 @@ def _widths(config: ModelConfig, kind: Kind) -> tuple[int, int]:
     if kind.attention == "latent":  # keys and values are expanded to all heads
         key = config.whole("qk_nope_head_dim") + config.whole("qk_rope_head_dim")
         return heads * key, heads * key
+    # A field that is null has the default of its class; one that is absent may not.
     derived = "head_dim" in config.fields or not kind.own_dim
     dim = config.whole("head_dim", default=_hidden(config) // heads if derived else None)
     if dim == 0:
@@ -486,6 +489,7 @@ def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> tuple[int, i
         shared += width * config.whole(
             "n_shared_experts", "moe_num_shared_experts", default=0, least=0
         )
+    # The router scores every expert, and a shared one if that has a gate (Qwen2-MoE).
     router = experts + (1 if config.has("shared_expert_intermediate_size") else 0)
     visited = hidden * router + 3 * hidden * (chosen * width + shared)
     unused = 3 * hidden * width * (experts - chosen)
@@ -523,6 +527,7 @@ def _mamba(config: ModelConfig) -> Work:
     inner = hidden * config.whole("mamba_expand", "expand")
     if bare:
         inner = config.whole("intermediate_size", default=inner)
+    # The time step is a product of two matrices of a low rank.
     state = config.whole("mamba_d_state", "state_size")
     name = "time_step_rank" if bare else "mamba_dt_rank"
     automatic = divided_up(hidden, 16)
