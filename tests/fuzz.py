@@ -37,7 +37,9 @@ def main() -> None:
             seen["refused"] += 1
         if seen["cases"] % 1000 == 0:
             rate = seen["cases"] / (time.monotonic() - start)
-            print(f"{seen['cases']:,} cases, {rate:.0f} per second", file=sys.stderr, flush=True)
+            valid = seen["cases"] - seen["refused"]
+            line = f"{seen['cases']:,} cases, {valid:,} valid plans, {rate:.0f} cases per second"
+            print(line, file=sys.stderr, flush=True)
 
     search()
     planned = seen["cases"] - seen["refused"]

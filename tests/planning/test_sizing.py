@@ -115,6 +115,35 @@ def test_what_lies_behind_a_step_has_no_say_in_it(case: Case, more: int) -> None
 
 
 @examples(300)
+@given(cases(), st.sampled_from(["samples", "tokens", "micro_batches"]), st.integers(1, 60))
+def test_a_step_ends_with_its_last_sample_that_is_kept(case: Case, by: str, size: int) -> None:
+    number = size * case.recipe.topology.multiple if by == "micro_batches" else size
+    steps = Steps(**{by: number})
+    recipe = replace(case.recipe, steps=steps, second_work=second_work_of(case))
+    # Members of a group are adjacent.
+    order = np.arange(len(case.lengths)) if case.groups is None else np.argsort(case.groups)
+    about: dict[str, Any] = {"columns": {name: c[order] for name, c in case.columns.items()}}
+    if case.groups is not None:
+        about["groups"] = case.groups[order]
+    try:
+        plan = make_plan(case.lengths[order], recipe, **about)
+    except EvenstepError:
+        return
+    first = np.flatnonzero(plan.step_of == 0)
+    assert step_size(case.lengths[order], recipe, **about) == first.max(initial=-1) + 1
+
+
+def test_a_dropped_member_at_the_end_of_a_group_belongs_to_the_next_step() -> None:
+    layout = Packed(max_tokens=8)
+    for steps in (Steps(tokens=8), Steps(samples=2), Steps(micro_batches=1)):
+        recipe = Recipe(layout=layout, overflow="drop", steps=steps)
+        about: dict[str, Any] = {"groups": np.array([0, 0, 0, 1, 1])}
+        lengths = np.array([4, 4, 9, 3, 3])
+        assert make_plan(lengths, recipe, **about).step_of.tolist() == [0, 0, -1, 1, 1]
+        assert step_size(lengths, recipe, **about) == 2
+
+
+@examples(300)
 @given(cases())
 def test_which_samples_a_step_holds_does_not_depend_on_the_balance(case: Case) -> None:
     steps = Steps(micro_batches=2 * case.recipe.topology.multiple)

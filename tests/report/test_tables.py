@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenstep import Cost, Packed, Recipe, Topology, make_plan
+from evenstep import Cost, Packed, Padded, Recipe, Topology, make_plan
 from evenstep.report import Entry, Row, comparison_page, plan_page, plan_picture, sections
 from tests.handmade import handmade
 from tests.internals import HEADER, cells, cost_line, factor, percent, seconds, step_table, times
@@ -23,6 +23,24 @@ def test_an_optimal_plan_is_reported_as_optimal() -> None:
     bounds = {section.title: section.rows for section in sections(EVEN.stats())}["Bounds"]
     assert "the count per rank is optimal" in bounds[0].note
     assert "no plan of this recipe is faster" in bounds[1].note
+
+
+def test_the_floor_of_padded_rows_is_said_to_be_loose_where_ranks_wait_in_every_wave() -> None:
+    padded = Recipe(layout=Padded(samples=2), topology=Topology(dp=2), balance="none")
+    loose = {}
+    for name, recipe in {
+        "padded": padded,
+        "static": replace(padded, layout=Padded(samples=2, pad_to=10)),
+        "once per step": replace(padded, sync_every="step"),
+        "packed": replace(RECIPE, balance="none"),
+    }.items():
+        plan = make_plan([2, 9, 5, 4, 3, 8], recipe)
+        assert not plan.stats()["balance_optimal"] or name == "static"
+        notes = [row.note for row in sections(plan.stats(), recipe)[3].rows]
+        loose[name] = "leaves out padding" in notes[1]
+        assert "leaves out" not in sections(plan.stats())[3].rows[1].note
+        assert ("leaves out padding" in plan_page(plan)) == loose[name]
+    assert [name for name, is_loose in loose.items() if is_loose] == ["padded"]
 
 
 def test_the_balance_says_what_the_cost_counts() -> None:

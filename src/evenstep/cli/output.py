@@ -17,6 +17,7 @@ from evenstep.report.tables import cost_line, sections, step_table
 from evenstep.screen import console, print_grid
 
 if TYPE_CHECKING:
+    from evenstep.core.plan import Plan
     from evenstep.report import Report
     from evenstep.trainer.outcome import Outcome
 
@@ -33,7 +34,7 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
-def print_stats(stats: Mapping[str, Any], title: str) -> None:
+def print_stats(plan: Plan, stats: Mapping[str, Any], title: str) -> None:
     """Print the stats of one plan and its bottleneck."""
     table = Table(title=_title(title), title_justify="left", box=None, pad_edge=False)
     for name, style in (("label", ""), ("value", "bold"), ("note", "dim")):
@@ -45,7 +46,7 @@ def print_stats(stats: Mapping[str, Any], title: str) -> None:
             overflow="fold",
         )
     table.show_header = False
-    for section in sections(stats):
+    for section in sections(stats, plan.recipe):
         table.add_row()
         table.add_row(Text(section.title, style="bold cyan"))
         for row in section.rows:

@@ -68,7 +68,7 @@ def plan(
         if json:
             output.print_json(summary(made, stats))
         else:
-            output.print_stats(stats, title)
+            output.print_stats(made, stats, title)
     for path in contents:
         output.remark(f"wrote {path}")
 

@@ -105,7 +105,7 @@ def _tables(path: Path, picture: Path | None, json: bool) -> None:
         if json:
             output.print_json({**summary(made, stats), "steps": steps})
         else:
-            output.print_stats(stats, title)
+            output.print_stats(made, stats, title)
             output.print_steps(steps)
     if picture is not None:
         output.remark(f"wrote {picture}")

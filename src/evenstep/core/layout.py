@@ -4,8 +4,9 @@ Padded    one segment per row        [a a a .]
                                      [b b . .]
 Packed    segments end to end        [a a a b b c .]
 
-Planning, floors, checks, stats and pools ask a layout; nothing outside of this file tests which of
-the two it is, except the one place in planning that chooses between sorted cuts and packing.
+Planning, floors, checks, stats and pools ask a layout. Where the two differ, `BaseLayout` answers
+for both, by `segments_per_row`. Outside of this file, which of the two it is matters only where
+planning chooses between sorted cuts and packing, and in the bounds on padded rows.
 """
 
 from __future__ import annotations
@@ -139,17 +140,53 @@ class BaseLayout:
             return used * 0 + self.pad_to
         return rounded_up(used + (used == 0), unit)
 
-    def capacity(self, recipe: Recipe) -> int | None:
-        """The slots of one row of the recipe; None if unbounded."""
-        return recipe.capacity
+    def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
+        """The entries of each pack -> those of each row: a packed row is a pack, a padded one an
+        entry."""
+        if self.segments_per_row is None:
+            return packs
+        return [[entry] for pack in packs for entry in pack]
 
-    def longest_segment(self, recipe: Recipe) -> int | None:
-        """The longest segment that a micro-batch of the recipe can hold; None if unbounded."""
-        return recipe.longest_segment
+    def row_numbers(self, key: IntArray, counts: IntArray) -> IntArray:
+        """The row of each segment in its micro-batch: its key if packed, the next if padded.
 
-    # Costs and limits.
+        Segments are sorted by micro-batch, then by `key`; each micro-batch holds `counts`. Padded:
+        counts [2, 3] -> [0, 1, 0, 1, 2].
+        """
+        if self.segments_per_row is None:
+            return key
+        return np.arange(len(key)) - np.repeat(offsets_of(counts)[:-1], counts)
 
-    # `behind` are the tokens that each segment sees in front of itself: `Segments.behind`.
+    # Costs and limits. `rows` and `widths` are those of micro-batches. Of each segment, `owner` is
+    # its micro-batch, `aligned` its aligned length, and `behind` the tokens that it sees in front
+    # of itself: `Segments.behind`.
+
+    def micro_batch_costs(
+        self,
+        cost: Cost,
+        rows: IntArray,
+        widths: IntArray,
+        owner: IntArray,
+        aligned: IntArray,
+        behind: IntArray | None = None,
+    ) -> FloatArray:
+        """The modelled work of micro-batches, padding included.
+
+        Padded rows are computed at their full width, empty ones too. Packed segments attend within
+        themselves; everything else costs every slot.
+        """
+        if self.segments_per_row is not None:
+            return rows * cost.of_lengths(widths) + cost.per_micro_batch
+        length = aligned.astype(np.float64)  # a square may not fit 64 bits
+        seen = length if behind is None else length + 2.0 * behind
+        pairs = sum_by(owner, length * seen, len(rows))
+        count = np.bincount(owner, minlength=len(rows))
+        return (
+            cost.per_token * (rows * widths)
+            + cost.per_pair * pairs
+            + cost.per_segment * count
+            + cost.per_micro_batch
+        )
 
     def segment_costs(
         self, recipe: Recipe, aligned: IntArray, behind: IntArray | None = None
@@ -170,10 +207,7 @@ class BaseLayout:
         behind: IntArray | None = None,
     ) -> FloatArray:
         """What micro-batches count against `limits.cost`: packed segments without the padding of
-        the row, padded rows that hold a segment.
-
-        `owner` is the micro-batch of each segment, `aligned` its aligned length.
-        """
+        the row, padded rows that hold a segment."""
         lengths = aligned if self.segments_per_row is None else widths[owner]
         return sum_by(owner, cost.of_lengths(lengths, behind), len(rows)) + cost.per_micro_batch
 
@@ -224,6 +258,37 @@ class BaseLayout:
         if recipe.limits.cost is not None:
             taken["cost"] = self.segment_costs(recipe, aligned, behind)
         return taken
+
+    def measured(self, recipe: Recipe) -> frozenset[str]:
+        """The shares that planning has in the size of a pack; the others are further limits.
+
+        Aligned slots add up in packed rows; without a bound on them, samples are the size. Slots do
+        not add up over padded rows of different lengths: `rows_that_fit` covers their shares.
+        """
+        if self.segments_per_row is not None:
+            return frozenset({"samples", "cost"})
+        return frozenset({"samples" if recipe.capacity is None else "slots"})
+
+    @property
+    def pool_strategies(self) -> tuple[str, ...]:
+        """The ways to fill a packed row, or to choose padded rows, from a pool; the default first.
+
+        `fullest` needs a budget of slots to fill.
+        """
+        if self.segments_per_row is None:
+            return ("subset_sum", "greedy")
+        if self.budget is None:
+            return ("prefer_closest", "prefer_first", "fullest")
+        return ("fullest", "prefer_closest", "prefer_first")
+
+    def room(self, recipe: Recipe) -> tuple[int | None, int]:
+        """(the most slots of a pack, the multiple that a pool rounds widths to).
+
+        Aligned sizes add up without rounding in packed rows.
+        """
+        if self.segments_per_row is None:
+            return recipe.capacity, 1
+        return self.budget, self.pad_to or recipe.width_unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,22 +345,6 @@ class Padded(BaseLayout):
                 f"balance={recipe.balance!r} has no effect. Leave one of them out."
             )
 
-    def padded(self) -> Padded:
-        """Itself."""
-        return self
-
-    def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
-        """The entries of each pack -> the entries of each row: one each."""
-        return [[entry] for pack in packs for entry in pack]
-
-    def row_numbers(self, key: IntArray, counts: IntArray) -> IntArray:
-        """The row of each segment in its micro-batch: the next, counts [2, 3] -> [0, 1, 0, 1, 2].
-
-        Segments are sorted by micro-batch, then by `key`; each micro-batch holds `counts`.
-        """
-        first: IntArray = np.repeat(offsets_of(counts)[:-1], counts)
-        return np.asarray(np.arange(len(key)) - first, np.int64)
-
     def step_widths(self, recipe: Recipe, aligned: IntArray) -> IntArray:
         """The least width of each segment's row; the widest of its step if that has one width."""
         widths = self.widths(aligned, recipe.width_unit)
@@ -303,29 +352,6 @@ class Padded(BaseLayout):
             widest = widths.max(axis=-1, initial=0, keepdims=True)
             return np.broadcast_to(widest, widths.shape)
         return widths
-
-    # Costs: rows are computed at their full width, empty ones too.
-
-    def micro_batch_costs(
-        self,
-        cost: Cost,
-        rows: IntArray,
-        widths: IntArray,
-        owner: IntArray,
-        aligned: IntArray,
-        behind: IntArray | None = None,
-    ) -> FloatArray:
-        """The modelled work of micro-batches: every row at the full width.
-
-        `owner` is the micro-batch of each segment, `aligned` its aligned length.
-        """
-        return rows * cost.of_lengths(widths) + cost.per_micro_batch
-
-    # Limits of a pack. Slots do not add up over rows of different lengths.
-
-    def measured(self, recipe: Recipe) -> frozenset[str]:
-        """The shares that `rows_that_fit` covers; the others are further limits."""
-        return frozenset({"samples", "cost"})
 
     def rows_that_fit(self, recipe: Recipe, widths: IntArray) -> IntArray:
         """How many rows of each width a micro-batch holds, at least one."""
@@ -343,18 +369,6 @@ class Padded(BaseLayout):
         `widest` is the longest aligned segment of each unit.
         """
         return None, self.rows_that_fit(recipe, self.widths(widest, recipe.width_unit))
-
-    @property
-    def pool_strategies(self) -> tuple[str, ...]:
-        """The ways to choose rows from a pool; the first is the default."""
-        # `fullest` needs a budget of slots to fill.
-        if self.budget is None:
-            return ("prefer_closest", "prefer_first", "fullest")
-        return ("fullest", "prefer_closest", "prefer_first")
-
-    def room(self, recipe: Recipe) -> tuple[int | None, int]:
-        """(the most slots of a micro-batch, the multiple that a pool rounds widths to)."""
-        return self.budget, self.pad_to or recipe.width_unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -458,59 +472,10 @@ class Packed(BaseLayout):
         """Each row is a pack."""
         return self.rows
 
-    def rows_of(self, packs: list[list[Entry]]) -> list[list[Entry]]:
-        """The entries of each pack -> the entries of each row: each pack is a row."""
-        return packs
-
-    def row_numbers(self, key: IntArray, counts: IntArray) -> IntArray:
-        """The row of each segment in its micro-batch: the keys are the rows."""
-        return key
-
-    # Costs: segments attend within themselves; everything else costs every slot.
-
-    def micro_batch_costs(
-        self,
-        cost: Cost,
-        rows: IntArray,
-        widths: IntArray,
-        owner: IntArray,
-        aligned: IntArray,
-        behind: IntArray | None = None,
-    ) -> FloatArray:
-        """The modelled work of micro-batches, padding included.
-
-        `owner` is the micro-batch of each segment, `aligned` its aligned length.
-        """
-        length = aligned.astype(np.float64)  # a square may not fit 64 bits
-        seen = length if behind is None else length + 2.0 * behind
-        pairs = sum_by(owner, length * seen, len(rows))
-        count = np.bincount(owner, minlength=len(rows))
-        return (
-            cost.per_token * (rows * widths)
-            + cost.per_pair * pairs
-            + cost.per_segment * count
-            + cost.per_micro_batch
-        )
-
-    # Limits of a row. Aligned slots add up.
-
-    def measured(self, recipe: Recipe) -> frozenset[str]:
-        """The share that planning uses as the size of a pack: slots if bounded, else samples."""
-        return frozenset({"samples" if recipe.capacity is None else "slots"})
-
     def pack_bounds(self, recipe: Recipe, widest: IntArray) -> tuple[int | None, IntArray]:
         """(the slots of a row; its share of the samples, for each unit)."""
         most = MOST if self.samples is None else self.samples // self.rows
         return recipe.capacity, np.full(len(widest), most)
-
-    @property
-    def pool_strategies(self) -> tuple[str, ...]:
-        """The ways to fill a row from a pool; the first is the default."""
-        return ("subset_sum", "greedy")
-
-    def room(self, recipe: Recipe) -> tuple[int | None, int]:
-        """(the slots of a row; 1, because aligned sizes add up without rounding)."""
-        return recipe.capacity, 1
 
 
 Layout: TypeAlias = Padded | Packed

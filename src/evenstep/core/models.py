@@ -145,106 +145,11 @@ def _mapping(config: object, where: str) -> Mapping[str, Any]:
     )
 
 
-def _table(text: str, **kinds: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Fields by name: the first line names the columns, and a point means that a field is missing.
-
-    A row ends with the names of what it adds: those of `kinds`.
-
-    >>> _table("name hidden_size head_dim\\nsmall 8 . tied", tied={"tie_word_embeddings": True})
-    {'small': {'hidden_size': 8, 'tie_word_embeddings': True}}
-    """
-    head, *rows = (line.split() for line in text.strip().splitlines())
-    table = {}
-    for name, *cells in rows:
-        fields = zip(head[1:], cells, strict=False)
-        table[name] = {key: int(cell) for key, cell in fields if cell != "."}
-        for kind in cells[len(head) - 1 :]:
-            table[name] |= kinds[kind]
-    return table
-
-
-# The defaults of the classes of transformers that are nested in other configurations.
-DEFAULTS: dict[str, dict[str, Any]] = _table(
-    """
-    name        hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size
-    llama               4096            11008                32                  32      32000
-    mistral             4096            14336                32                  32      32000 long
-    gemma               3072            24576                28                  16     256000 g1
-    gemma2              2304             9216                26                   8     256000 g2
-    gemma3_text         2304             9216                26                   8     262208 g2
-    clip_vision_model    768             3072                12                  12          . p32
-    siglip_vision_model  768             3072                12                  12          . p16
-    pixtral             1024             4096                24                  16          . p16
-    """,
-    long={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-    g1={"num_key_value_heads": 16, "head_dim": 256},
-    g2={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
-    p16={"patch_size": 16},
-    p32={"patch_size": 32},
-)
-
-# Shapes of well-known models by name, in the fields of their configurations.
-PRESETS: dict[str, dict[str, Any]] = _table(
-    """
-    name            hidden_size num_hidden_layers num_attention_heads intermediate_size \
-                    num_key_value_heads head_dim vocab_size
-    llama-3.2-1b    2048 16  32  8192  8   . 128256 llama tied
-    llama-3.2-3b    3072 28  24  8192  8   . 128256 llama tied
-    llama-3-8b      4096 32  32 14336  8   . 128256 llama
-    llama-3-70b     8192 80  64 28672  8   . 128256 llama
-    qwen2.5-1.5b    1536 28  12  8960  2   . 151936 qwen2 tied
-    qwen2.5-7b      3584 28  28 18944  4   . 152064 qwen2
-    qwen2.5-32b     5120 64  40 27648  8   . 152064 qwen2
-    qwen2.5-72b     8192 80  64 29568  8   . 152064 qwen2
-    qwen3-0.6b      1024 28  16  3072  8 128 151936 qwen3 tied
-    qwen3-4b        2560 36  32  9728  8 128 151936 qwen3 tied
-    qwen3-8b        4096 36  32 12288  8 128 151936 qwen3
-    qwen3-32b       5120 64  64 25600  8 128 151936 qwen3
-    qwen3-30b-a3b   2048 48  32  6144  4 128 151936 qwen3_moe w768
-    qwen3-235b-a22b 4096 94  64 12288  4 128 151936 qwen3_moe w1536
-    gemma-3-4b      2560 34   8 10240  4 256 262208 gemma3
-    gemma-3-27b     5376 62  32 21504 16 128 262208 gemma3
-    gpt-oss-20b     2880 24  64  2880  8  64 201088 gpt_oss e32
-    gpt-oss-120b    2880 36  64  2880  8  64 201088 gpt_oss e128
-    mixtral-8x7b    4096 32  32 14336  8   .  32000 mixtral
-    deepseek-v3     7168 61 128 18432  .   . 129280 deepseek_v3
-    """,
-    llama={"model_type": "llama"},
-    qwen2={"model_type": "qwen2", "use_sliding_window": False},
-    qwen3={"model_type": "qwen3", "use_sliding_window": False},
-    qwen3_moe={
-        "model_type": "qwen3_moe",
-        "use_sliding_window": False,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
-    gemma3={
-        "model_type": "gemma3_text",
-        "sliding_window": 1024,
-        "sliding_window_pattern": 6,
-        "max_position_embeddings": 131072,
-    },
-    gpt_oss={"model_type": "gpt_oss", "sliding_window": 128, "num_experts_per_tok": 4},
-    mixtral={"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
-    deepseek_v3={
-        "model_type": "deepseek_v3",
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "first_k_dense_replace": 3,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-    },
-    tied={"tie_word_embeddings": True},
-    w768={"moe_intermediate_size": 768},
-    w1536={"moe_intermediate_size": 1536},
-    e32={"num_local_experts": 32},
-    e128={"num_local_experts": 128},
-)
+# `presets` are shapes of well-known models by name, `defaults` those of the classes of transformers
+# that are nested in other configurations; both in the fields of a `config.json`.
+_KNOWN = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+PRESETS: dict[str, dict[str, Any]] = _KNOWN["presets"]
+DEFAULTS: dict[str, dict[str, Any]] = _KNOWN["defaults"]
 
 
 def named_config(model: str) -> ModelConfig:
@@ -417,8 +322,8 @@ def mixing_of(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
                     f"Cost.fit."
                 )
         return [_MIXING[name] for name in names]
-    # Without layer types: the layers of a hybrid that attend, or those that slide.
     chosen: set[Any] = set()
+    # Without layer types: in a hybrid, the layers that attend.
     if kind.mixer != "none":
         if config.has("attn_layer_indices", "full_attn_idxs"):
             chosen = set(config.entries("attn_layer_indices", "full_attn_idxs"))
@@ -429,6 +334,7 @@ def mixing_of(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
             every = config.whole("full_attention_interval")
             chosen = set(range(every - 1, layers, every))
         return ["full" if layer in chosen else "mixer" for layer in range(layers)]
+    # Otherwise all layers attend, and the chosen ones within a window.
     if window_of(config) == 0:
         return ["full"] * layers
     if kind.period:  # with a period of 4, three of four layers slide
@@ -500,7 +406,7 @@ def text_work(config: ModelConfig) -> Work:
     """
     kind, layers = kind_of(config.model_type), _layers(config)
     mixing, sparse = mixing_of(config, kind, layers), sparse_layers(config, kind, layers)
-    works = [Work(weights=_hidden(config) * config.whole("vocab_size"))]
+    works = [Work(weights=_hidden(config) * config.whole("vocab_size"))]  # the head
     for layer in range(layers):
         works.append(_mix(config, kind, mixing[layer]))
         if not kind.bare:
@@ -518,6 +424,7 @@ def _hidden(config: ModelConfig) -> int:
 
 
 def _mix(config: ModelConfig, kind: Kind, mixing: Mixing) -> Work:
+    """The work of what mixes the tokens of one layer: attention or a mixer."""
     if mixing == "mixer":
         return _MIXERS[kind.mixer](config)
     weights, pair = _attention(config, kind)
@@ -534,6 +441,7 @@ def _widths(config: ModelConfig, kind: Kind) -> tuple[int, int]:
     if kind.attention == "latent":  # keys and values are expanded to all heads
         key = config.whole("qk_nope_head_dim") + config.whole("qk_rope_head_dim")
         return heads * key, heads * key
+    # A field that is null has the default of its class; one that is absent may not.
     derived = "head_dim" in config.fields or not kind.own_dim
     dim = config.whole("head_dim", default=_hidden(config) // heads if derived else None)
     if dim == 0:
@@ -581,6 +489,7 @@ def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> tuple[int, i
         shared += width * config.whole(
             "n_shared_experts", "moe_num_shared_experts", default=0, least=0
         )
+    # The router scores every expert, and a shared one if that has a gate (Qwen2-MoE).
     router = experts + (1 if config.has("shared_expert_intermediate_size") else 0)
     visited = hidden * router + 3 * hidden * (chosen * width + shared)
     unused = 3 * hidden * width * (experts - chosen)
@@ -618,6 +527,7 @@ def _mamba(config: ModelConfig) -> Work:
     inner = hidden * config.whole("mamba_expand", "expand")
     if bare:
         inner = config.whole("intermediate_size", default=inner)
+    # The time step is a product of two matrices of a low rank.
     state = config.whole("mamba_d_state", "state_size")
     name = "time_step_rank" if bare else "mamba_dt_rank"
     automatic = divided_up(hidden, 16)

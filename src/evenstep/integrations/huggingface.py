@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from evenstep.core.layout import Layout, Packed
+from evenstep.core.layout import Layout, Packed, Padded
 from evenstep.core.recipe import Recipe
 from evenstep.core.text import one_of
 from evenstep.errors import ConfigError, EvenstepError
@@ -372,8 +372,7 @@ def choose_layout(model: Any, layout: Layout, *, longest: int | None = None) -> 
 
         recipe = Recipe(layout=choose_layout(model, Packed(max_tokens=8192)))
     """
-    padded = layout.padded()
-    if padded == layout:
+    if isinstance(layout, Padded):
         return layout
     name, support = type(unwrapped(model)).__name__, _decide(model)
     if not support.safe:
@@ -382,7 +381,7 @@ def choose_layout(model: Any, layout: Layout, *, longest: int | None = None) -> 
             f"instead.",
             stacklevel=2,
         )
-        return padded
+        return layout.padded()
     limit = _exceeded_limit(model, longest)
     if limit is not None:
         warnings.warn(f"{name} can run only some micro-batches: {limit.why}.", stacklevel=2)

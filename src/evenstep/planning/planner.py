@@ -161,23 +161,23 @@ def _group_starts(groups: IntArray) -> IntArray:
 
 def _size_of(work: _Work, complete: bool) -> int | None:
     """`step_size` of samples that can all be planned."""
-    steps, n = work.recipe.steps, len(work.lengths)
+    steps, kept, n = work.recipe.steps, work.kept, len(work.lengths)
     starts = np.arange(n) if work.groups is None else _group_starts(work.groups)
-    ends = np.concatenate((starts, [n]))
-    if steps.micro_batches is not None:
-        offsets = np.unique(np.searchsorted(work.kept, ends))  # units that are not all dropped
-        units = work.leading(work.kept, offsets, complete=complete)
-        return int(work.kept[offsets[units] - 1]) + 1 if units else units
-    amount = np.zeros(n, np.int64)
-    amount[work.kept] = 1 if steps.samples is not None else work.lengths[work.kept]
+    # Units that are not all dropped, as offsets of the samples that are kept.
+    offsets = np.unique(np.searchsorted(kept, np.append(starts, n)))
     limit = steps.samples or steps.tokens
-    if limit is None:
-        return (int(work.kept[-1]) + 1 if len(work.kept) else 0) if complete else None
-    amounts = np.add.reduceat(amount, starts) if n else amount
-    units = first_step(amounts, limit, complete=complete)
-    if units and steps.samples is not None and work.groups is not None:
-        check_groups(work.groups[starts[:units]], amounts[:units], steps.samples)
-    return None if units is None else int(ends[units])
+    if steps.micro_batches is not None:
+        units = work.leading(kept, offsets, complete=complete)
+    elif limit is None:
+        units = len(offsets) - 1 if complete else None
+    else:
+        amount = np.ones(len(kept), np.int64) if steps.samples else work.lengths[kept]
+        amounts = np.diff(offsets_of(amount)[offsets])
+        units = first_step(amounts, limit, complete=complete)
+        if units and steps.samples is not None and work.groups is not None:
+            check_groups(work.groups[kept[offsets[:units]]], amounts[:units], steps.samples)
+    # The step ends with its last sample that is kept, also inside of a group.
+    return int(kept[offsets[units] - 1]) + 1 if units else units
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -91,21 +91,16 @@ def too_large(name: str, tokens: int, steps: Steps) -> PlanError:
 def first_step(amounts: IntArray, limit: int, *, complete: bool) -> int | None:
     """How many leading units the first step takes if their amounts may add up to `limit`.
 
-    A unit over the limit is taken alone. Dropped units have amount 0 and belong to the step that
-    follows them. None if more units are needed to tell.
+    A unit over the limit is taken alone. None if more units are needed to tell.
 
     >>> first_step(np.array([3, 2, 4]), 5, complete=False)
     2
     """
     total = np.cumsum(amounts)
-    real = np.flatnonzero(amounts)
-    if len(real) == 0:
-        return 0 if complete else None
     count = int(np.searchsorted(total, limit, "right"))
-    if count == len(amounts) and not complete and total[-1] < limit:
+    if count == len(amounts) and not complete and (count == 0 or total[-1] < limit):
         return None
-    taken = real[real < max(count, real[0] + 1)]
-    return int(taken[-1]) + 1
+    return min(max(count, 1), len(amounts))
 
 
 def fractions(units: Units, recipe: Recipe) -> FloatArray:

@@ -26,7 +26,7 @@ def plan_page(plan: Plan, title: str = "Plan") -> str:
     '<!doctype html>'
     """
     stats = plan.stats()
-    parts = [_bottleneck(stats), scroll(plan_picture(plan, title)), stat_sections(stats)]
+    parts = [_bottleneck(stats), scroll(plan_picture(plan, title)), stat_sections(plan, stats)]
     parts += ["<h2>Steps</h2>", _steps(plan.step_stats()[:_MOST_STEPS])]
     if plan.num_steps > _MOST_STEPS:
         parts.append(f"<p>Lists the first {_MOST_STEPS} of {count(plan.num_steps)} steps.</p>")
@@ -52,10 +52,10 @@ def comparison_page(entries: Sequence[Entry], title: str = "Comparison") -> str:
     return document(title, parts)
 
 
-def stat_sections(stats: Mapping[str, Value]) -> str:
+def stat_sections(plan: Plan, stats: Mapping[str, Value]) -> str:
     """The tables of a plan's stats."""
     tables = []
-    for section in sections(stats):
+    for section in sections(stats, plan.recipe):
         rows = "".join(
             f"<tr><th>{escape(row.label)}</th><td>{escape(row.value)}</td>"
             f'<td class="about">{escape(row.note)}</td></tr>'

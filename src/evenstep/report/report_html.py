@@ -34,7 +34,7 @@ def report_page(report: Report) -> str:
         _charts(report),
         "<h2>The plan</h2><p>One line per rank. Point at a micro-batch to see its samples.</p>",
         scroll(steps_picture(report.plan, "Steps")),
-        stat_sections(report.stats),
+        stat_sections(report.plan, report.stats),
         *(f"<p>{escape(note)}</p>" for note in report.notes),
         _recipe(report),
         _data(report),
