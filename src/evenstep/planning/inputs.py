@@ -109,21 +109,21 @@ def _integers(
     if array.size == 0 and array.ndim == 1:
         array = np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iufO":
+        texts = " or texts" if what in ("group", "groups") else ""
         raise InputError(
-            f"{what} must be a flat sequence of integers{' or texts' if what.startswith('group') else ''}, "
-            f"one per sample; got shape {array.shape} and dtype {array.dtype}."
+            f"{what} must be a flat sequence of integers{texts}, one per sample; got shape "
+            f"{array.shape} and dtype {array.dtype}."
         )
     if array.dtype.kind == "O":  # a list of mixed types
-        valid = np.array([type(v) is int and least <= v <= most for v in array], bool)
+        bad = [i for i, v in enumerate(array) if type(v) is not int or not least <= v <= most]
     else:
-        valid = (array >= least) & (array <= most)
-    if array.dtype.kind == "f":
-        whole = np.isfinite(array) & (array == np.floor(array))
-        _check_exact(what, array, whole, names)
-        valid &= whole
-    bad = np.flatnonzero(~valid)
-    if len(bad):
-        at = int(bad[0])
+        whole = np.ones(len(array), bool)
+        if array.dtype.kind == "f":
+            whole = np.isfinite(array) & (array == np.floor(array))
+            _check_exact(what, array, whole, names)
+        bad = np.flatnonzero(~whole | (array < least) | (array > most)).tolist()
+    if bad:
+        at = bad[0]
         raise InputError(
             f"sample {at if names is None else names[at]} has {what} {array[at]}; expected an "
             f"integer in [{least}, {most}]. Correct it or leave the sample out."
