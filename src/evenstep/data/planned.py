@@ -748,13 +748,15 @@ class PlannedStream(Stream):
                 f"units, so it was taken from other data or groups. Restore them, or use a cursor "
                 f"of this stream."
             )
-        self._start, self._now, self._iterated = at, None, False
+        self._start = at
+        self._restart()
 
     def skip_batches(self, steps: int) -> None:
         """Start `steps` steps later. Nothing is read or planned."""
         steps = whole_number("steps to skip", steps, least=0)
         for bounds in islice(self._bounds(self._start), steps):
-            self._start, self._now, self._iterated = bounds.after, None, False
+            self._start = bounds.after
+            self._restart()
 
     def _start_epochs(self) -> Collection[int]:
         return (self._start.epoch,)
