@@ -324,7 +324,7 @@ def test_a_single_rank_with_a_recipe_for_several_gets_a_hint_to_detect_the_world
 
 def test_columns_of_another_length_are_refused() -> None:
     with pytest.raises(
-        InputError, match="loss_tokens must have one entry per sample, got 2 entries for 3"
+        InputError, match="loss_tokens has 2 entries for 3 samples. Give one per sample."
     ):
         stream_of([1, 2, 3], loss_tokens=np.array([1, 2]))
 
@@ -551,16 +551,16 @@ def test_floats_without_fraction_are_accepted_as_in_make_plan() -> None:
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
-        (["a", 2, "a"], "{name} must be 64-bit integers.*, got 'a' for sample 0"),
-        ([1, None, 2], "{name} must be .* got None for sample 1"),
-        ([1, 2.5, 2], "{name} must be .* got 2.5 for sample 1"),
-        ([1, 2, float("nan")], "{name} must be .* got nan for sample 2"),
-        ([1, 2, 2**70], "{name} must be .* got 1180591620717411303424 for sample 2"),
-        ([True, False, True], "{name} must be .* got True for sample 0"),
-        ([[1], [2], [3]], r"{name} must have one dimension, got shape \(3, 1\)"),
+        (["a", 2, "a"], "{name} must be a flat sequence of integers.*, one per sample"),
+        ([1, None, 2], "sample 1 has {name} None; expected an integer"),
+        ([1, 2.5, 2], "sample 1 has {name} 2.5; expected an integer"),
+        ([1, 2, float("nan")], "sample 2 has {name} nan; expected an integer"),
+        ([1, 2, 2**70], "sample 2 has {name} 1180591620717411303424; expected an integer"),
+        ([True, False, True], "{name} must be .* got shape .* and dtype bool"),
+        ([[1], [2], [3]], r"{name} must be .* got shape \(3, 1\)"),
         ([[1], [2, 3], [3]], "{name} must be a flat sequence of integers, one per sample"),
-        (7, r"{name} must have one dimension, got shape \(\)"),
-        ([1, 2], "{name} must have one entry per sample, got 2 entries for 3"),
+        (7, r"{name} must be .* got shape \(\)"),
+        ([1, 2], "{name} has 2 entries for 3 samples"),
     ],
 )
 def test_entries_that_are_not_integers_are_refused_by_sample(

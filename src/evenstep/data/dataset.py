@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import getattr_static
 from operator import index
 from os import PathLike
@@ -447,7 +447,7 @@ def as_source(value: object) -> Source:
     >>> as_source([{"input_ids": [5, 6]}])[0]
     {'input_ids': [5, 6]}
     """
-    return cast("Source", value) if is_source(value) else _wrap(value, Mapped)
+    return cast("Source", value) if is_source(value) else _wrap(value, measured=False)
 
 
 def as_measured(value: object, lengths: ArrayLike | None = None) -> MeasuredSource:
@@ -461,7 +461,7 @@ def as_measured(value: object, lengths: ArrayLike | None = None) -> MeasuredSour
     [2]
     """
     if not is_source(value):
-        return cast("MeasuredSource", _wrap(value, partial(MeasuredMapped, lengths=lengths)))
+        return cast("MeasuredSource", _wrap(value, measured=True, lengths=lengths))
     by_index = _has(value, *_BY_INDEX)
     if by_index and _has(value, "lengths_of"):
         return cast("MeasuredSource", value)
@@ -493,7 +493,7 @@ _REMEDIES = {
         "Turn text into tokens with MeasuredMapped(texts, transform=...), or open files with "
         "TokenFile(paths)",
     ),
-    "datasets": ("Pass one of its values", ""),
+    "datasets": ("Pass one of its values",) * 2,
     "items": ("Wrap it with Iterated(items)", "Use a PooledStream with Iterated(items)"),
     "iterable dataset": ("", "It has no known lengths: use a PooledStream"),
     "path": (
@@ -501,27 +501,23 @@ _REMEDIES = {
         "Open it with TokenFile(path), or Jsonl(path) if its rows have input_ids; or use a "
         "PooledStream with Jsonl(path) or ParquetText(path)",
     ),
-    "other": ("Pass a list of samples, a dataset or a source", ""),
+    "other": ("Pass a list of samples, a dataset or a source",) * 2,
 }
-"""The remedy for each kind of argument that is not a source; the one if lengths must be known, if
-that is another."""
+"""What to do about each kind of argument that is not a source, and if lengths must be known."""
 
 
-def _wrap(value: Any, map_style: Callable[[Any], Source]) -> Source:
-    """A list of samples or a dataset as a source; `map_style` makes one of a map-style dataset."""
-    measured = map_style is not Mapped
+def _wrap(value: Any, measured: bool, lengths: ArrayLike | None = None) -> Source:
+    """A list of samples or a dataset as a source, which knows its lengths if it is `measured`."""
     kind = _kind(value)
     if kind == "samples":
         return InMemory(value)
     if kind == "dataset":
-        return map_style(value)
+        return MeasuredMapped(value, lengths=lengths) if measured else Mapped(value)
     if kind == "iterable dataset" and not measured:
         return Iterated(value)
-    remedy, if_measured = _REMEDIES[kind]
-    if measured and if_measured:
-        remedy = if_measured
     raise ConfigError(
-        f"expected a source, got {type(value).__name__}. {remedy} (from evenstep.data)."
+        f"expected a source, got {type(value).__name__}. {_REMEDIES[kind][measured]} (from "
+        f"evenstep.data)."
     )
 
 

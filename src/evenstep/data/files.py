@@ -395,7 +395,8 @@ class RowSource(Shards, TransformedItems):
 
     def _decode(self, row: Any) -> Sample:
         field = self._checked_field(row)
-        value, is_sample = row[field], self._is_sample(row)
+        value = row[field]
+        is_sample = field == "input_ids" and isinstance(value, list)  # as it is
         if not (is_sample or self._counting):
             _check_masks(row, field)
         if not isinstance(value, str):
@@ -417,10 +418,6 @@ class RowSource(Shards, TransformedItems):
             return None
         field = self.field or ("text" if "text" in row else "input_ids")
         return field if field in row else None
-
-    def _is_sample(self, row: Any) -> bool:
-        """Whether a row is a sample as it is, with a list of `input_ids`."""
-        return self._field_of(row) == "input_ids" and isinstance(row["input_ids"], list)
 
     @cached_property
     def _first_field(self) -> str | None:
@@ -516,7 +513,8 @@ class Jsonl(RowSource):
     @property
     def has_tokens(self) -> bool:
         """Whether the first row is a sample as it is, with `input_ids`. Reads it."""
-        return len(self) > 0 and self._is_sample(self._row(0))
+        row = self._row(0) if len(self) else None
+        return self._field_of(row) == "input_ids" and isinstance(row["input_ids"], list)
 
     def _place(self, shard: int, number: int) -> str:
         return f"{self.paths[shard]}, line {self._files[shard].number(number)}"

@@ -440,6 +440,65 @@ class ReaderState:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ReaderStates:
+    """The position of a pooled stream: the states of some or all of ranks x workers readers.
+
+    turns   by rank, which of its workers has the next step
+    states  by reader
+    """
+
+    ranks: int
+    workers: int
+    turns: Mapping[str, int]
+    states: Mapping[int, ReaderState]
+
+    @classmethod
+    def beginning(cls, epoch: int, count: int | None) -> ReaderStates:
+        """The beginning of an epoch: what one reader has left that has read nothing."""
+        epochs = (RemainingEpoch(epoch, count),)
+        return cls(1, 1, {}, {0: ReaderState(reader=0, readers=1, epochs=epochs)})
+
+    @property
+    def readers(self) -> int:
+        """The number of readers that share the data."""
+        return self.ranks * self.workers
+
+    @property
+    def missing(self) -> list[int]:
+        """The readers without a state here."""
+        return sorted(set(range(self.readers)) - self.states.keys())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "ranks": self.ranks,
+            "workers": self.workers,
+            "turns": self.turns,
+            "readers": {str(reader): state.to_dict() for reader, state in self.states.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ReaderStates:
+        """The inverse of `to_dict`."""
+        try:
+            ranks, workers = int(data["ranks"]), int(data["workers"])
+            readers, turns = ranks * workers, {k: int(turn) for k, turn in data["turns"].items()}
+            states = {
+                int(name): ReaderState.from_dict(state, int(name), readers)
+                for name, state in data["readers"].items()
+            }
+            if readers < 1 or not all(0 <= number < readers for number in states):
+                raise ValueError(f"readers {sorted(states)} of {readers}")
+        except CursorError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CursorError(
+                f"the position in the cursor is malformed ({error!r}). Use an earlier checkpoint."
+            ) from None
+        return cls(ranks, workers, turns, states)
+
+
 def share_anew(
     states: Sequence[ReaderState], readers: int, count: int | None, wanted: Iterable[int]
 ) -> list[ReaderState]:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -63,7 +62,7 @@ from evenstep.data.stream import (
     world_for,
 )
 from evenstep.errors import ConfigError, CursorError, InputError, PlanError
-from evenstep.planning.inputs import check_exact, check_names, flat_array, numbered
+from evenstep.planning.inputs import check_names, numbered, per_sample
 from evenstep.planning.planner import make_plan, plan_step, step_size
 
 _MOST_CHECKED = 2**25  # samples whose lengths are all checked before the first step
@@ -525,13 +524,15 @@ class PlannedStream(Stream):
             on_error=on_error,
             fingerprint=fingerprint,
         )
-        count = len(measured)
-        self._loss_tokens, group_ids = (
-            None if values is None else per_sample(name, values, count, whole=True)
-            for name, values in (("loss_tokens", loss_tokens), ("groups", groups))
-        )
+        count, per_column = len(measured), dict[str, NDArray[Any]]()
+        self._loss_tokens = group_ids = None
+        if loss_tokens is not None:
+            self._loss_tokens = per_sample("loss_tokens", loss_tokens, count)
+        if groups is not None:
+            group_ids = per_sample("groups", numbered(groups), count)
+        for name, values in (columns or {}).items():
+            per_column[name] = per_sample(name, values, count, whole=False)
         order = EpochOrder(count=count, seed=self.seed, epoch=0, shuffle=self.shuffle)
-        per_column = {name: per_sample(name, v, count) for name, v in (columns or {}).items()}
         self._steps: EpochSteps | PlanSteps = EpochSteps(
             measured, recipe, order, group_ids, per_column, prefixes
         )
@@ -747,13 +748,15 @@ class PlannedStream(Stream):
                 f"units, so it was taken from other data or groups. Restore them, or use a cursor "
                 f"of this stream."
             )
-        self._start, self._now, self._iterated = at, None, False
+        self._start = at
+        self._restart()
 
     def skip_batches(self, steps: int) -> None:
         """Start `steps` steps later. Nothing is read or planned."""
         steps = whole_number("steps to skip", steps, least=0)
         for bounds in islice(self._bounds(self._start), steps):
-            self._start, self._now, self._iterated = bounds.after, None, False
+            self._start = bounds.after
+            self._restart()
 
     def _start_epochs(self) -> Collection[int]:
         return (self._start.epoch,)
@@ -893,42 +896,3 @@ class PlannedStream(Stream):
             return self.recipe.steps.micro_batches
         bounds = self._bounds(StreamPosition(self._start.epoch), one_epoch=True)
         return self._count_steps(islice(bounds, 1)).micro_batches
-
-
-# Arguments with one entry per sample -------------------------------------------------------------
-
-
-def per_sample(name: str, values: ArrayLike, samples: int, whole: bool = False) -> NDArray[Any]:
-    """`values` as an array with one entry per sample, `whole`: of integers. Arrays are not copied,
-    nor read if mapped. Floats without fraction are converted, and texts as groups are numbered.
-
-    >>> per_sample("images", [0, 2], 2), per_sample("groups", ["b", "a"], 2, whole=True)
-    (array([0, 2]), array([1, 0]))
-    """
-    array = flat_array(name, numbered(values) if name == "groups" else values)
-    if array.ndim != 1:
-        raise InputError(
-            f"{name} must have one dimension, got shape {array.shape}. Pass one entry per sample, "
-            f"in a flat list or array."
-        )
-    if len(array) != samples:
-        raise InputError(
-            f"{name} must have one entry per sample, got {len(array)} entries for {samples} "
-            f"samples."
-        )
-    if not whole or array.dtype.kind in "iu":
-        return array
-    is_whole = np.zeros(len(array), bool)
-    if array.dtype.kind == "f":
-        is_whole = (np.abs(array) < 2.0**63) & (array == np.floor(array))  # neither holds for nan
-        check_exact(name, array, is_whole)
-    elif array.dtype.kind == "O":  # a list of mixed types
-        is_whole = np.array([type(v) is int and -(2**63) <= v < 2**63 for v in array], bool)
-    if is_whole.all():
-        return array.astype(np.int64)
-    at = int(np.argmin(is_whole))
-    texts = " or texts" if name == "groups" else ""
-    raise InputError(
-        f"{name} must be 64-bit integers{texts}, got "
-        f"{reprlib.repr(array[at : at + 1].tolist()[0])} for sample {at}."
-    )

@@ -17,7 +17,7 @@ from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
 from evenstep.data.dataset import MapStyle, as_source
 from evenstep.data.files import refuse_empty
-from evenstep.data.order import EpochOrder, ReaderState, RemainingEpoch, share_anew
+from evenstep.data.order import EpochOrder, ReaderState, ReaderStates, share_anew
 from evenstep.data.pool import ColumnOf, Measure, Pool
 from evenstep.data.reader import (
     EpochSource,
@@ -124,7 +124,7 @@ class PooledStream(Stream):
             check_lengths(cast("MeasuredSource", source), recipe)
         # The start: after `_done` steps, at a loaded position or at the beginning of an epoch; then
         # steps to skip.
-        self._loaded: Mapping[str, Any] | None = None
+        self._loaded: ReaderStates | None = None
         self._epoch = self._done = self._skip = 0
         self._changed = False  # settings, since the loaded state was taken
         self._counts: dict[tuple[int, int], list[int]] = {}  # by epoch and workers
@@ -209,14 +209,9 @@ class PooledStream(Stream):
         return self._done + self._skip
 
     @property
-    def _position(self) -> Mapping[str, Any]:
-        """The position before the steps to be skipped. A fresh epoch is what one reader has left
-        that has read nothing."""
-        if self._loaded is not None:
-            return self._loaded
-        epochs = (RemainingEpoch(self._epoch, self._count),)
-        state = ReaderState(reader=0, readers=1, epochs=epochs)
-        return {"ranks": 1, "workers": 1, "turns": {}, "readers": {"0": state.to_dict()}}
+    def _position(self) -> ReaderStates:
+        """The position before the steps to be skipped."""
+        return self._loaded or ReaderStates.beginning(self._epoch, self._count)
 
     @property
     def _count(self) -> int | None:
@@ -237,10 +232,10 @@ class PooledStream(Stream):
         """(the state that a worker begins with, its turn). A loader begins with worker 0, which
         therefore gets the state of the reader whose turn is next, unless the loaded cursor is that
         of this worker `alone`."""
-        rank, ranks, position = self.world.rank, self.world.size, self._position
-        if (position["ranks"], position["workers"]) == (ranks, workers):
-            states, first = states_of(position), rank * workers
-            turn = (int(position["turns"].get(str(rank), 0)) + worker) % workers
+        rank, ranks, before = self.world.rank, self.world.size, self._position
+        first, states = rank * workers, before.states
+        if (before.ranks, before.workers) == (ranks, workers):
+            turn = (before.turns.get(str(rank), 0) + worker) % workers
             if alone:
                 turn = min(states, default=first) - first
             state = states.get(first + turn)
@@ -248,19 +243,16 @@ class PooledStream(Stream):
                 return replace(state, left=None), turn
             if state is not None and state.left is not None and not self._changed:
                 return state, turn
-        before, readers = states_of(position), ranks * workers
-        many = position["ranks"] * position["workers"]
-        missing = sorted(set(range(many)) - before.keys())
-        if missing:
+        if before.missing:
             raise CursorError(
-                f"the cursor holds {len(before)} of {many} readers ({position['ranks']} ranks x "
-                f"{position['workers']} workers; reader {missing[0]} is missing), but resuming on "
-                f"{ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
+                f"the cursor holds {len(states)} of {before.readers} readers ({before.ranks} ranks "
+                f"x {before.workers} workers; reader {before.missing[0]} is missing), but resuming "
+                f"on {ranks} ranks x {workers} workers needs all of them. Merge the cursors of all "
                 f"ranks and workers with merge_cursors."
             )
-        mine = rank * workers + worker
+        mine, readers = first + worker, ranks * workers
         wanted = range(readers) if self.count_ahead else [mine]
-        shared = share_anew(list(before.values()), readers, self._count, wanted)
+        shared = share_anew(list(states.values()), readers, self._count, wanted)
         if not self.count_ahead:
             return shared[0], worker
         return replace(shared[mine], left=self._steps_left(shared, workers)[mine]), worker
@@ -281,12 +273,8 @@ class PooledStream(Stream):
         return self._counts[key]
 
     def _cursor(self, step: int, workers: int, turn: int, states: Iterable[ReaderState]) -> Cursor:
-        position = {
-            "ranks": self.world.size,
-            "workers": workers,
-            "turns": {str(self.world.rank): turn},
-            "readers": {str(state.reader): state.to_dict() for state in states},
-        }
+        turns, by_reader = {str(self.world.rank): turn}, {state.reader: state for state in states}
+        position = ReaderStates(self.world.size, workers, turns, by_reader).to_dict()
         return Cursor(identity=self._identity, step=step, position=position)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
@@ -298,9 +286,9 @@ class PooledStream(Stream):
         """
         cursor = Cursor.from_dict(state)
         check_changes(cursor, self._identity, allow)
-        states_of(cursor.position)
-        self._loaded, self._done, self._skip = cursor.position, cursor.step, 0
-        self._now, self._iterated = None, False
+        self._loaded = ReaderStates.from_dict(cursor.position)
+        self._done, self._skip = cursor.step, 0
+        self._restart()
         self._changed = bool(cursor.differences(self._identity))
         self._counts.clear()
 
@@ -310,7 +298,7 @@ class PooledStream(Stream):
 
     def _start_epochs(self) -> Collection[int]:
         """The epochs of the start. Readers of an endless stream can be in different ones."""
-        states = states_of(self._position).values()
+        states = self._position.states.values()
         waiting = {key[0] for state in states for key in state.waiting}
         return waiting | {remaining.epoch for state in states for remaining in state.epochs}
 
@@ -321,21 +309,22 @@ class PooledStream(Stream):
         """Start `steps` steps later. This reads their samples; to resume, load a cursor instead."""
         steps = whole_number("steps to skip", steps, least=0)
         if steps:
-            self._skip, self._now, self._iterated = self._skip + steps, None, False
+            self._skip += steps
+            self._restart()
 
     def shared(self, cursors: Sequence[Cursor], workers: int = 1) -> Cursor:
         """The cursor of this rank if what is left on all ranks is shared anew, from the cursors of
         all ranks after the same step. Each sample still runs exactly once."""
         merged, first = merge_cursors(cursors), self.world.rank * workers
-        states = list(states_of(merged.position).values())
+        states = ReaderStates.from_dict(merged.position).states.values()
         mine = range(first, first + workers)
-        shared = share_anew(states, self.world.size * workers, self._count, mine)
+        shared = share_anew(list(states), self.world.size * workers, self._count, mine)
         return self._cursor(merged.step, workers, 0, shared)
 
     @staticmethod
     def join(cursors: Sequence[Cursor]) -> Cursor:
         """Merge the cursors of several workers; see `merge_cursors`."""
-        return merge_cursors(cursors)
+        return _merge(cursors)
 
     @cached_property
     def _identity(self) -> dict[str, str]:
@@ -482,12 +471,17 @@ def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
             f"expected cursors of a PooledStream, got one of a {kind} stream. The cursor of a "
             f"PlannedStream needs no merging: load that of any rank."
         )
-    shape = (first.position.get("ranks"), first.position.get("workers"))
-    turns: dict[str, int] = {}
-    readers: dict[str, Any] = {}
-    for cursor in sorted(several, key=lambda cursor: cursor.step):
+    for cursor in several:
+        ReaderStates.from_dict(cursor.position)  # raises if it is malformed
+    return _merge(several)
+
+
+def _merge(cursors: Sequence[Cursor]) -> Cursor:
+    """The same for well-formed cursors."""
+    first, turns, readers = cursors[0], dict[str, int](), dict[str, Any]()
+    shape = (first.position["ranks"], first.position["workers"])
+    for cursor in sorted(cursors, key=lambda cursor: cursor.step):
         cursor.check(first.identity)
-        states_of(cursor.position)
         if (cursor.position["ranks"], cursor.position["workers"]) != shape:
             raise CursorError(
                 f"cursors come from different runs: {shape[0]} ranks x {shape[1]} workers and "
@@ -496,48 +490,27 @@ def merge_cursors(cursors: Sequence[Cursor | Mapping[str, Any]]) -> Cursor:
             )
         turns |= cursor.position["turns"]
         readers |= cursor.position["readers"]
-    _check_steps(several, readers)
     position = {"ranks": shape[0], "workers": shape[1], "turns": turns, "readers": readers}
-    return Cursor(identity=first.identity, step=max(c.step for c in several), position=position)
+    _check_steps(cursors, position)
+    return Cursor(identity=first.identity, step=max(c.step for c in cursors), position=position)
 
 
-def _check_steps(cursors: Sequence[Cursor], readers: Mapping[str, Any]) -> None:
+def _check_steps(cursors: Sequence[Cursor], merged: Mapping[str, Any]) -> None:
     """Refuse cursors of ranks at different steps. Ignores ranks with a reader that may have ended:
     they have no more steps, or their other workers count ahead."""
-    position, steps = cursors[0].position, dict[int, int]()
+    steps = dict[int, int]()
     for cursor in cursors:
         for number in cursor.position["readers"]:
-            rank = int(number) // position["workers"]
+            rank = int(number) // merged["workers"]
             steps[rank] = max(cursor.step, steps.get(rank, 0))
     if len(set(steps.values())) <= 1:
         return
-    for number, state in states_of({**position, "readers": readers}).items():
+    for number, state in ReaderStates.from_dict(merged).states.items():
         if not state.goes_on:
-            steps.pop(number // position["workers"], None)
+            steps.pop(number // merged["workers"], None)
     if len(set(steps.values())) > 1:
         (behind, fewest), *_, (ahead, most) = sorted(steps.items(), key=lambda pair: pair[1])
         raise CursorError(
             f"the cursor of rank {behind} was taken after {fewest} steps, that of rank {ahead} "
             f"after {most}. Merge cursors that all ranks took after the same step."
         )
-
-
-def states_of(position: Mapping[str, Any]) -> dict[int, ReaderState]:
-    """The readers' states in a cursor, by reader."""
-    try:
-        readers = int(position["ranks"]) * int(position["workers"])
-        if not (readers > 0 and isinstance(position["turns"], Mapping)):
-            raise ValueError(f"{readers} readers")
-        states = {
-            int(name): ReaderState.from_dict(data, int(name), readers)
-            for name, data in position["readers"].items()
-        }
-        if not all(0 <= number < readers for number in states):
-            raise ValueError(f"readers {sorted(states)} of {readers}")
-    except CursorError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CursorError(
-            f"the position in the cursor is malformed ({error!r}). Use an earlier checkpoint."
-        ) from None
-    return states

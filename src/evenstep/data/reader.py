@@ -42,8 +42,7 @@ from evenstep.data.source import (
     unreadable,
 )
 from evenstep.errors import ConfigError, CursorError, InputError, SampleError
-from evenstep.planning.kernels import kernel
-from evenstep.planning.pool import Room, select
+from evenstep.planning.pool import Room, seed_sample_first, select
 from evenstep.planning.units import refusal
 
 # Items --------------------------------------------------------------------------------------------
@@ -166,50 +165,6 @@ class ItemLengths(EpochSource):
 
 
 # Micro-batches of a pool --------------------------------------------------------------------------
-
-
-# Micro-batches of short rows hold many samples, those of long rows few. If the oldest sample were
-# always the seed of a padded micro-batch, long samples would gather in the pool until most of the
-# oldest were long, and would run at the end of an epoch. So the seed is drawn by tokens: a sample
-# of 700 tokens is ten times as likely as one of 70. In every other draw it is the oldest, so that
-# no sample waits for long.
-
-_OLDEST = 2  # one draw of so many
-_PRIME, _FACTOR = 2147483647, 48271  # products fit 64 bits
-
-
-@kernel
-def seed_sample_first(lengths: IntArray, ending: bool) -> IntArray:
-    """The indices of a pool, the seed sample first, then the others in order.
-
-    It is drawn from the older half by a hash of the lengths. If the epoch is `ending`, so
-    that nothing more will be read, it is the longest: fewer micro-batches hold the rest.
-
-    >>> seed_sample_first(np.array([3, 7]), ending=True).tolist()
-    [1, 0]
-    """
-    n = lengths.shape[0]
-    # A hash of all lengths, and the tokens of the older half.
-    value, tokens = np.int64(1), np.int64(0)
-    for i in range(n):
-        value = (value * _FACTOR + lengths[i]) % _PRIME
-        tokens += lengths[i] if i < (n + 1) // 2 else 0
-    at = 0
-    if ending:
-        at = int(np.argmax(lengths))
-    elif value % _OLDEST:
-        # A token of the older half: lengths [3, 7], token 4 -> sample 1
-        drawn = (value * _FACTOR % _PRIME) * tokens // _PRIME
-        before = lengths[0]
-        while before <= drawn:
-            at += 1
-            before += lengths[at]
-    # Move it to the front: 2 of 4 -> [2, 0, 1, 3]
-    order = np.arange(n)
-    for i in range(at, 0, -1):
-        order[i] = i - 1
-    order[0] = at
-    return order
 
 
 _PLANNED = ("balance", "equal_sizes", "equal_tokens", "second_work", "min_saving", "groups")

@@ -95,18 +95,6 @@ class SeededSource(Protocol):
         """What `source[item]`, or `decode(item)` of a raw item, is in this epoch."""
 
 
-def shards_of(source: SampleSource) -> IntArray:
-    """The first item of every shard of a source, and the number of all items; one shard, if the
-    source has no files.
-
-    >>> from evenstep.data import InMemory
-    >>> shards_of(InMemory([[1, 2], [3]])).tolist()
-    [0, 2]
-    """
-    shards: IntArray | None = getattr(source, "shards", None)
-    return np.array([0, len(source)]) if shards is None else shards
-
-
 def is_seeded(source: object) -> bool:
     """Whether samples depend on epoch and seed."""
     return bool(getattr(source, "seeded", False))

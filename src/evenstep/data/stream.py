@@ -88,8 +88,7 @@ class Stream(ABC):
         self.max_num_steps, self.on_error = max_num_steps, on_error
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
         self._data_name = fingerprint
-        self._now: Cursor | None = None  # after the last step that was yielded; None: at the start
-        self._iterated = False  # since the start was set
+        self._restart()
 
     # Steps -------------------------------------------------------------------------------------
 
@@ -130,6 +129,11 @@ class Stream(ABC):
         return left
 
     # Position ----------------------------------------------------------------------------------
+
+    def _restart(self) -> None:
+        """Call it whenever the start is set."""
+        self._now: Cursor | None = None  # after the last step that was yielded; None: at the start
+        self._iterated = False  # since the start was set
 
     @property
     @abstractmethod
@@ -173,7 +177,7 @@ class Stream(ABC):
             return
         so_far = self.done if self._now is None else self._now.step
         self._start_epoch(epoch, so_far if done is None else done)
-        self._now, self._iterated = None, False
+        self._restart()
 
     @abstractmethod
     def _start_epochs(self) -> Collection[int]:

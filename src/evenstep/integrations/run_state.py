@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from evenstep.core.step import Cursor
-from evenstep.data.pooled import merge_cursors, states_of
+from evenstep.data.order import ReaderStates
+from evenstep.data.pooled import merge_cursors
 from evenstep.errors import CursorError
 from evenstep.train.collectives import has_group
 
@@ -46,12 +47,12 @@ def gather_state(stream: HasState, gather: Gather | None = None) -> dict[str, An
         _check_equal(states)
         return dict(states[0])
     merged = merge_cursors(cursors)
-    ranks, workers = merged.position["ranks"], merged.position["workers"]
-    missing = sorted(set(range(ranks * workers)) - states_of(merged.position).keys())
-    if missing:
+    readers = ReaderStates.from_dict(merged.position)
+    if readers.missing:
         raise CursorError(
-            f"{len(states)} ranks gave a state, but reader {missing[0]} of {ranks} ranks x "
-            f"{workers} workers is in none of them. Call gather_state on every rank."
+            f"{len(states)} ranks gave a state, but reader {readers.missing[0]} of {readers.ranks} "
+            f"ranks x {readers.workers} workers is in none of them. Call gather_state on every "
+            f"rank."
         )
     return merged.to_dict()
 

@@ -83,6 +83,19 @@ def checked_column(name: str, columns: Mapping[str, ArrayLike] | None, count: in
     return _integers(name, columns[name], 0, MOST, count)
 
 
+def per_sample(what: str, values: ArrayLike, count: int, whole: bool = True) -> NDArray[Any]:
+    """One entry for each of `count` samples; unless `whole` is False, integers. Arrays of the right
+    type are not copied, nor read if mapped; floats without fraction are converted.
+
+    >>> per_sample("loss_tokens", [4.0, 2.0], 2).tolist()
+    [4, 2]
+    """
+    array = flat_array(what, values)
+    if array.shape == (count,) and (array.dtype.kind in "iu" or not whole):
+        return array
+    return _integers(what, array, -(2**63), 2**63 - 1, count)
+
+
 def _integers(
     what: str,
     values: ArrayLike,
@@ -95,18 +108,22 @@ def _integers(
     array = flat_array(what, values)
     if array.size == 0 and array.ndim == 1:
         array = np.empty(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iuf":
+    if array.ndim != 1 or array.dtype.kind not in "iufO":
+        texts = " or texts" if what in ("group", "groups") else ""
         raise InputError(
-            f"{what} must be a flat sequence of integers{' or texts' if what == 'group' else ''}, "
-            f"one per sample; got shape {array.shape} and dtype {array.dtype}."
+            f"{what} must be a flat sequence of integers{texts}, one per sample; got shape "
+            f"{array.shape} and dtype {array.dtype}."
         )
-    whole = np.ones(len(array), bool)
-    if array.dtype.kind == "f":
-        whole = np.isfinite(array) & (array == np.floor(array))
-        check_exact(what, array, whole, names)
-    bad = np.flatnonzero(~whole | (array < least) | (array > most))
-    if len(bad):
-        at = int(bad[0])
+    if array.dtype.kind == "O":  # a list of mixed types
+        bad = [i for i, v in enumerate(array) if type(v) is not int or not least <= v <= most]
+    else:
+        whole = np.ones(len(array), bool)
+        if array.dtype.kind == "f":
+            whole = np.isfinite(array) & (array == np.floor(array))
+            _check_exact(what, array, whole, names)
+        bad = np.flatnonzero(~whole | (array < least) | (array > most)).tolist()
+    if bad:
+        at = bad[0]
         raise InputError(
             f"sample {at if names is None else names[at]} has {what} {array[at]}; expected an "
             f"integer in [{least}, {most}]. Correct it or leave the sample out."
@@ -136,7 +153,7 @@ def flat_array(what: str, values: Any) -> NDArray[Any]:
         ) from None
 
 
-def check_exact(
+def _check_exact(
     what: str, array: NDArray[Any], whole: NDArray[np.bool_], names: IntArray | None = None
 ) -> None:
     """Raise if floats are so large that neighbouring integers are equal, as in float32 from 2**24
