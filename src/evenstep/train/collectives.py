@@ -182,7 +182,13 @@ class Bundle:
         for name, reduction, numbers in self._entries():
             by_rank = reduction in ("min", "max")
             first = at + rank if by_rank else at
-            values += [_scalar(name, number) for number in numbers]
+            for number in numbers:
+                if number.numel() != 1:
+                    raise InputError(
+                        f"{name!r} has shape {tuple(number.shape)}; expected a scalar. Sum it, or "
+                        f"use one name per entry."
+                    )
+                values.append(number.detach().double().reshape(()))
             indices += range(first, first + len(numbers))
             at += size if by_rank else len(numbers)
         length = max(_LEAST, 1 << (at - 1).bit_length())  # 64, 128, ...
@@ -218,15 +224,6 @@ class Bundle:
             f"metrics {sorted(self.metrics)}. Return the same metrics for every batch, empty ones "
             f"where there is nothing to measure."
         )
-
-
-def _scalar(name: str, value: Tensor) -> Tensor:
-    if value.numel() != 1:
-        raise InputError(
-            f"{name!r} has shape {tuple(value.shape)}; expected a scalar. Sum it, or use one name "
-            f"per entry."
-        )
-    return value.detach().double().reshape(())
 
 
 def context_attention(

@@ -218,7 +218,7 @@ class ComputeTime(Stopwatch):
     """
 
     def __init__(self, cuda: bool) -> None:
-        self._cuda = cuda
+        self._cuda, self._mark = cuda, _recorded_event if cuda else time.thread_time
         self._marks: list[Any] = []  # the begin and end of each block, in turn
 
     def __enter__(self) -> Self:
@@ -230,27 +230,22 @@ class ComputeTime(Stopwatch):
         self._marks.append(self._mark())
         super().__exit__()
 
-    def _mark(self) -> Any:
-        if not self._cuda:
-            return time.thread_time()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @property
     def busy(self) -> list[float]:
-        """Busy seconds of each block."""
+        """Busy seconds of each block. On a GPU, which runs behind, they are all its seconds."""
         blocks = zip(self._marks[::2], self._marks[1::2], strict=True)
         if not self._cuda:
             return [end - begin for begin, end in blocks]
         if self._marks:
             self._marks[-1].synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in blocks]
+        busy = [begin.elapsed_time(end) / 1e3 for begin, end in blocks]
+        self.seconds = sum(busy)
+        return busy
 
-    @property
-    def total(self) -> float:
-        """Seconds of all blocks: on a GPU, which runs behind, those between events."""
-        return sum(self.busy) if self._cuda else self.seconds
+
+def _recorded_event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,7 +280,7 @@ class StepResult:
     """Loss values of this rank's samples, with `Runner(keep=...)`."""
     bundle: Bundle = field(repr=False)
     numbers: LossValues | None = None
-    known: tuple[StepLoss, Mapping[str, float]] | None = field(default=None, repr=False)
+    known: StepLoss | None = field(default=None, repr=False)
     """What `reduce` needs, if values were not exchanged yet."""
 
     def __repr__(self) -> str:
@@ -313,8 +308,7 @@ class StepResult:
         if self.reduced:
             return self
         assert self.known is not None
-        step_loss, totals = self.known
-        numbers = step_loss.finish(self.bundle.reduce(collective), totals)
+        numbers = self.known.finish(self.bundle.reduce(collective))
         result = replace(self, numbers=numbers)
         if result.without_loss:
             raise InputError(f"no token of this step counts in the loss, on any rank. {ANY_CAUSE}")
@@ -370,7 +364,7 @@ class StepResult:
         predict. A step without samples, or with samples of one token only, is just empty."""
         assert self.known is not None
         over = self._numbers.denominators
-        return self.known[0].without_loss(self._metric(LABELS), self._metric(PREDICTED), over)
+        return self.known.without_loss(self._metric(LABELS), self._metric(PREDICTED), over)
 
     @property
     def deviation(self) -> float:
