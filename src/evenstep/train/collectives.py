@@ -87,6 +87,15 @@ class Distributed:
         return tensor
 
 
+def gather_values(collective: Collective, values: Sequence[float] | Tensor) -> list[Any]:
+    """The values of every rank, equally many on each, as a list by rank: one all-reduce."""
+    mine = torch.as_tensor(values)
+    every = mine.new_zeros((collective.size, *mine.shape))
+    every[collective.rank] = mine
+    gathered: list[Any] = collective.all_reduce_sum(every).tolist()
+    return gathered
+
+
 def has_group() -> bool:
     """Whether the default process group of torch.distributed is there."""
     return bool(distributed.is_available() and distributed.is_initialized())

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from evenstep.core.cost import Cost
 from evenstep.core.ragged import IntArray, offsets_of, ranges_of
-from evenstep.core.recipe import World
 from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.losses import Sums
-from evenstep.train.collectives import Bundle, Collective
+from evenstep.train.collectives import Bundle, Collective, gather_values
 from evenstep.train.step_loss import LossValues, StepLoss
 
 Keep: TypeAlias = Literal["samples", "tokens"]
@@ -424,11 +423,10 @@ class StepResult:
         return {name: value for name, value in numbers.items() if value is not None}
 
 
-def gathered(result: StepResult, world: World, collective: Collective) -> dict[str, object]:
+def gathered(result: StepResult, collective: Collective) -> dict[str, object]:
     """What a log keeps of a step: planned cost and busy seconds of every micro-batch, as lists of
     ranks × micro-batches. Every rank calls it; all have equally many micro-batches."""
     mine = [result.costs or [0.0] * len(result.busy), result.busy]
-    of_ranks = torch.zeros((world.size, 2, len(result.busy)), dtype=torch.float64)
-    of_ranks[world.rank] = torch.tensor(mine, dtype=torch.float64)
-    costs, busy = collective.all_reduce_sum(of_ranks).cpu().unbind(1)
-    return {"micro_batches/cost": costs.tolist(), "micro_batches/busy": busy.tolist()}
+    of_ranks = gather_values(collective, torch.tensor(mine, dtype=torch.float64))
+    costs, busy = zip(*of_ranks, strict=True)
+    return {"micro_batches/cost": [*costs], "micro_batches/busy": [*busy]}

@@ -196,8 +196,9 @@ class Runner:
         if self.collective.size > 1 and not self._compared:
             self._compared.append(getattr(step, "fingerprint", ""))
             checks.check_fingerprints(self._compared[0], self.collective)
+        budget = getattr(step, "budget", None)
         if not isinstance(step, Step):
-            return StepRun(self, step, len(step), budget=getattr(step, "budget", None)).run()
+            return StepRun(self, step, len(step), budget=budget).run()
         checks.check_collective(step.ranks, self.collective)
         if split and step.plan is not None and step.plan.recipe.equal_tokens:
             raise ConfigError(
@@ -207,9 +208,7 @@ class Runner:
         while True:
             items = step if step.batches is None else step.batches
             try:
-                return StepRun(
-                    self, items, len(step), step=step, number=step.number, budget=step.budget
-                ).run()
+                return StepRun(self, items, len(step), step=step, budget=budget).run()
             except TooLargeError as error:
                 micros, (position,) = list(step.micro_batches), error.args
                 micros[position : position + 1] = micros[position].halves()
@@ -419,7 +418,7 @@ class StepRun:
         lock_step: bool = False,
     ) -> None:
         self.runner, self.items, self.count, self.step = runner, items, count, step
-        self.number, self.lock_step = number, lock_step
+        self.number, self.lock_step = number if step is None else step.number, lock_step
         self.totals: Mapping[str, float] = {} if step is None else step.totals
         self.ranks, self.losses = runner.collective, runner.losses
         self.shard: Callable[[Batch], Any] = runner.shard or (lambda batch: batch)
