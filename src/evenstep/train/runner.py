@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -491,8 +492,8 @@ class StepRun:
             counting = time.perf_counter() - began
             abandon = self.items.abandon if isinstance(self.items, Feed) else lambda: None
             ahead = 0 if self.count == 1 else self.runner.prefetch  # nothing to overlap with
-            batches = (self._prepare(*each) for each in collated)
-            prepared = Prefetch(batches, ahead, abandon, self._place)
+            ready_batches = starmap(self._prepare, collated)  # keeps none of them
+            prepared = Prefetch(ready_batches, ahead, abandon, self._place)
             first = 0.0  # seconds to the first forward
             with closing(iter(prepared)) as items:
                 for ready in self._in_lock_step(items) if self.lock_step else items:
@@ -543,6 +544,7 @@ class StepRun:
                 ) from error
             yield (batch, micro, ()) if fed is None else (batch, None, fed.born.values())
             self.fed = None
+            del batch  # before the next one is made: prefetch + 1 are alive
 
     def _prepare(
         self, batch: Batch, micro: MicroBatch | None = None, born: Collection[float] = ()
