@@ -478,8 +478,9 @@ class StepRun:
 
     def run(self) -> StepResult:
         """Run the step and leave its gradient; if it fails, gradients and model are as before."""
-        began, framework = time.perf_counter(), self.framework
+        framework = self.framework
         with set_aside(self.parameters, framework.owns_gradients, framework.recover) as discard:
+            began = time.perf_counter()
             if self.step_loss.mode == "known" and "loss_tokens" in self.totals:
                 predicted = self.totals.get("tokens", 0) - self.totals.get("samples", 0)
                 self._check_loss_tokens([self.totals["loss_tokens"], predicted])
