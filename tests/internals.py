@@ -206,7 +206,7 @@ if TYPE_CHECKING:
     from evenstep.train.collectives import Bundle, gather
     from evenstep.train.framework import call, device_of, forward_of
     from evenstep.train.gradients import Gradients, set_aside, sum_gradients
-    from evenstep.train.normalization import NORMALIZATIONS, weighted
+    from evenstep.train.normalization import weighted
     from evenstep.train.result import Timings
     from evenstep.train.rollouts import array_of, tensor_of
     from evenstep.train.runner import LossFunction, Prefetch

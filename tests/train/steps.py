@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -261,7 +261,7 @@ def run_step(
         bundles, batches = [], work.batches(ranks.rank)
         for batch in batches:
             amounts = step_loss.amounts(batch)
-            scales = scales_of(step_loss, work.totals, amounts, len(batches), collective)
+            scales = scales_of(step_loss, amounts, len(batches), collective)
             sums, metrics = {}, {}
             outputs = own(batch)
             for name, (normalization, _) in step_loss.losses.items():
@@ -270,7 +270,7 @@ def run_step(
             gradients.backward(step_loss.objectives(sums, scales))
             bundles.append(step_loss.bundle(sums, amounts, scales, metrics))
         reduced = Bundle.merge(bundles).reduce(collective)
-        result = step_loss.finish(reduced, work.totals)
+        result = step_loss.finish(reduced)
         gradients.combine(result.factors)
         _average(own, ranks)
         return result, gradient_of(own)
@@ -280,13 +280,12 @@ def run_step(
 
 def scales_of(
     step_loss: StepLoss,
-    totals: Mapping[str, float],
     amounts: dict[str, Tensor],
     micro_batches: int,
     ranks: Collective,
 ) -> dict[str, float]:
     if step_loss.mode != "per_micro_batch":
-        return step_loss.scales(totals)
+        return step_loss.scales()
     reduced = Bundle(amounts).reduce(ranks).sums
     return step_loss.scales(reduced=reduced, micro_batches=micro_batches)
 

@@ -115,14 +115,13 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 
 def test_missing_or_wrong_totals_are_an_error() -> None:
-    step_loss = StepLoss(losses=TOKENS, mode="known")
     with pytest.raises(
         ConfigError, match=r"needs the denominators \['loss_tokens'\], .* only \['samples'\]"
     ):
-        step_loss.scales({"samples": 3})
+        StepLoss(losses=TOKENS, mode="known", totals={"samples": 3})
     reduced = Bundle({"sum/nll": torch.tensor(1.0), "amount/loss_tokens": torch.tensor(3.0)})
     with pytest.raises(InputError, match=r"the totals give 4 for 'loss_tokens', but .* had 3.0"):
-        step_loss.finish(reduced, {"loss_tokens": 4})
+        StepLoss(losses=TOKENS, mode="known", totals={"loss_tokens": 4}).finish(reduced)
     with pytest.raises(InputError, match="requires `reduced`"):
         StepLoss(losses=TOKENS, mode="per_micro_batch").scales()
 

@@ -24,7 +24,7 @@ from evenstep.train import (
     TokenMean,
 )
 from tests.examples import examples
-from tests.internals import NORMALIZATIONS, weighted
+from tests.internals import weighted
 from tests.train import steps
 from tests.train.steps import COLLATOR, LIMIT, Work, make_work, works
 
@@ -135,14 +135,6 @@ def test_totals_of_the_plan_give_denominators() -> None:
     for normalization in (*steps.NORMALIZATIONS.values(),):
         if not isinstance(normalization, Constant):
             assert normalization.known({}) is None
-
-
-def test_a_config_finds_them_by_name() -> None:
-    settings_ = {"constant": {"value": 3.0}, "fixed_length": {"length": 2.0}}
-    made = {name: make(**settings_.get(name, {})) for name, make in NORMALIZATIONS.items()}
-    assert made["token_mean"] == TokenMean()
-    assert made["constant"] == Constant(3.0)
-    assert len({normalization.name for normalization in made.values()}) == len(made)
 
 
 # Properties --------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ def check(name: str, work: Work, mode: Mode, **options: Any) -> None:
         losses={"nll": (NORMALIZATIONS[name], 1.0)},
         mode=mode,
         averaged_over=work.plan.num_ranks,
+        totals=work.totals,
         **options,
     )
     for result, gradient in run_step(step_loss, model, work):
@@ -74,16 +75,16 @@ def run_by_hand(
     mode: Mode, parts: list[tuple[float, float]], **options: Any
 ) -> tuple[LossValues, float]:
     """Micro-batches given as (sum of losses, labels); the parameter is 1, so gradients are sums."""
-    step_loss = StepLoss(losses=TOKENS, mode=mode, **options)
-    x = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     totals = {"loss_tokens": sum(labels for _, labels in parts)}
+    step_loss = StepLoss(losses=TOKENS, mode=mode, totals=totals, **options)
+    x = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     gradients, bundles = Gradients([x]), []
     for value, labels in parts:
         sums, amounts = {"nll": value * x}, {"loss_tokens": torch.tensor(labels)}
-        scales = step_loss.scales(totals, reduced=amounts, micro_batches=len(parts))
+        scales = step_loss.scales(reduced=amounts, micro_batches=len(parts))
         gradients.backward(step_loss.objectives(sums, scales))
         bundles.append(step_loss.bundle(sums, amounts, scales))
-    result = step_loss.finish(Bundle.merge(bundles), totals)
+    result = step_loss.finish(Bundle.merge(bundles))
     gradients.combine(result.factors)
     return result, float(x.grad)
 
@@ -183,6 +184,7 @@ def test_losses_of_several_denominators_add_up(losses: Any, mode: str, work: Wor
         mode="deferred" if separate else "known",
         averaged_over=work.plan.num_ranks,
         constant=4.0 if separate else 1.0,
+        totals=work.totals,
     )
     for result, gradient in run_step(step_loss, model, work):
         assert distance(gradient, expected) < 1e-12
@@ -200,7 +202,8 @@ def test_losses_of_one_normalization_share_a_denominator() -> None:
 def test_only_several_denominators_in_deferred_mode_are_separate(other: Any) -> None:
     losses = {"nll": (TokenMean(), 1.0), "aux": (other, 0.1)}
     assert StepLoss(losses=losses).separate
-    assert not StepLoss(losses=losses, mode="known").separate
+    totals = {"loss_tokens": 9, "sequences": 3, "samples": 4}
+    assert not StepLoss(losses=losses, mode="known", totals=totals).separate
     assert not StepLoss(losses=TOKENS).separate
 
 
@@ -214,7 +217,7 @@ def test_a_step_needs_one_all_reduce_whatever_it_reduces(mode: Mode) -> None:
         met.append(Counting(ranks))
         return met[-1]
 
-    step_loss = StepLoss(losses=TOKENS, mode=mode, averaged_over=2)
+    step_loss = StepLoss(losses=TOKENS, mode=mode, averaged_over=2, totals=work.totals)
     (result, _), _ = run_step(step_loss, model_of(), work, counting)
     assert [each.calls for each in met] == [[64], [64]]
     assert float(result.metrics["nll"].value) == pytest.approx(result.loss, rel=1e-12)

@@ -262,7 +262,7 @@ def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
     with Watch(timeout=60), progress(rank, name) as advance:
         for step in planned:
             results.append(runner.run(step).reduce(runner.collective))
-            times = gathered(results[-1], stream.world, runner.collective)
+            times = gathered(results[-1], runner.collective)
             log.append({"step": len(log), **results[-1].to_dict(), **times})
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

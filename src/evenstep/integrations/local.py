@@ -150,11 +150,20 @@ class Gathered:
         tensor with the tokens of its rows end to end, which is faster to send.
         """
         rows = self._rows()
-        parts = [self._end_to_end(rank) for rank in range(len(rows))]
-        lengths = np.concatenate([lengths for _, lengths in parts])
-        ragged = RaggedTensor(
-            _joined([values for values, _ in parts]), torch.from_numpy(offsets_of(lengths))
-        )
+        parts: list[Tensor] = []
+        lengths: list[IntArray] = []
+        for rank, values in enumerate(self.by_rank):
+            if isinstance(values, (Tensor, np.ndarray)):
+                counts = np.maximum(self.plan.lengths[rows[rank]], 1)  # an empty row runs as one
+                _check_count(rank, len(values), int(counts.sum()), "tokens")
+                parts.append(_tensor(values))
+            else:
+                counts = np.array([len(each) for each in values], np.int64)
+                _check_count(rank, len(values), len(rows[rank]), "rows")
+                parts += map(_tensor, values)
+            lengths.append(counts)
+        offsets = torch.from_numpy(offsets_of(np.concatenate(lengths)))
+        ragged = RaggedTensor(_joined(parts), offsets)
         return self.batch.restore_tokens(ragged, np.concatenate(rows), pad=pad)
 
     def sequences(self, *, pad: float = 0.0) -> Tensor:
@@ -175,16 +184,6 @@ class Gathered:
                 f"Plan one epoch, and do not split rows."
             )
         return rows
-
-    def _end_to_end(self, rank: int) -> tuple[Tensor, IntArray]:
-        """The values of a rank's tokens in one tensor, and the number of each row."""
-        values, rows = self.by_rank[rank], self.plan.rows_of(rank)
-        if isinstance(values, (Tensor, np.ndarray)):
-            lengths = np.maximum(self.plan.lengths[rows], 1)  # an empty row runs as one token
-            _check_count(rank, len(values), int(lengths.sum()), "tokens")
-            return _tensor(values), lengths
-        _check_count(rank, len(values), len(rows), "rows")
-        return _joined([_tensor(v) for v in values]), np.array([len(v) for v in values], np.int64)
 
 
 def _tensor(values: Any) -> Tensor:

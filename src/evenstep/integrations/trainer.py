@@ -22,6 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from evenstep.core.layout import Packed, Padded
 from evenstep.core.plan import MicroBatch
 from evenstep.core.recipe import Recipe, Steps, World
+from evenstep.core.text import whole_number
 from evenstep.data.dataset import (
     Iterated,
     MeasuredMapped,
@@ -263,18 +264,14 @@ class EvenstepMixin:
         return MeasuredMapped(dataset, lengths=lengths, transform=chosen)
 
     def _sampler(self, stream: PlannedStream) -> PlannedBatchSampler:
-        args, per_step = self.args, self.args.gradient_accumulation_steps
+        args = self.args
+        sampler = PlannedBatchSampler(stream, per_step=args.gradient_accumulation_steps)
         epochs = math.ceil(args.num_train_epochs)
+        if args.max_steps > 0:  # enough epochs, whichever is the longest
+            epochs = math.ceil(args.max_steps / max(sampler.steps_of(0), 1))
+        sampler.epochs = whole_number("epochs", epochs)
         with tqdm(desc="Counting steps", delay=2, leave=False) as bar:
-            progress = _advance(bar)
-            if args.max_steps > 0:  # enough epochs, whichever is the longest
-                first = PlannedBatchSampler(stream, per_step=per_step, progress=progress).steps_of(
-                    0
-                )
-                epochs = math.ceil(args.max_steps / max(first, 1))
-            sampler = PlannedBatchSampler(
-                stream, per_step=per_step, epochs=epochs, progress=progress
-            )
+            sampler.progress = _advance(bar)
             len(sampler)  # counts once
         sampler.progress = None
         return sampler
@@ -427,14 +424,12 @@ class RouterLoss:
         self._added_by_trainer = added_by_trainer  # from `outputs.aux_loss`
         names, config = ("num_experts_per_tok", "router_aux_loss_coef"), text_config(core)
         settings = [getattr(core, name, getattr(config, name, None)) for name in names]
+        self._top_k, self._coefficient = settings
         # Of a step: how often experts are chosen, (layers, experts); on all ranks, its tokens and
         # micro-batches.
         self._frequencies: Tensor | None = None
         self._tokens, self._micro_batches = 1.0, 1
-        known: list[Any] = [value for value in settings if value is not None]
-        if len(known) == 2:
-            self._top_k, self._coefficient = int(known[0]), float(known[1])
-        if len(known) < 2 or not self._is_defined_alike():
+        if None in settings or not self._is_defined_alike():
             raise ConfigError(
                 f"{type(core).__name__} does not define its load-balancing loss as Mixtral does, "
                 f"so that of a step is not known. Set model.config.output_router_logits=False to "

@@ -22,7 +22,7 @@ from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.losses import Metric, PerSequence, Sums
-from evenstep.train.collectives import Bundle, Collective, Distributed, has_group
+from evenstep.train.collectives import Bundle, Collective, Distributed, gather_values, has_group
 from evenstep.train.framework import unwrapped
 from evenstep.train.gradients import local_tensor, square_of
 from evenstep.train.normalization import Custom, GroupMean, SequenceMean, group_ids
@@ -186,11 +186,9 @@ class Groups:
             return
         floats = any(isinstance(group, float) for group in self.ran)
         ids = torch.tensor(sorted(self.ran), dtype=torch.float64 if floats else torch.int64)
-        table = torch.zeros((ranks.size, 1 + most), dtype=torch.int64)  # count and bits of ids
-        table[ranks.rank, 0] = len(ids)
-        table[ranks.rank, 1 : 1 + len(ids)] = ids.view(torch.int64)
+        padded = [*ids.view(torch.int64).tolist(), *[0] * (most - len(ids))]
         owner: dict[int, int] = {}
-        for rank, (count, *groups) in enumerate(ranks.all_reduce_sum(table).tolist()):
+        for rank, (count, *groups) in enumerate(gather_values(ranks, [len(ids), *padded])):
             for bits in groups[:count]:
                 other = owner.setdefault(bits, rank)
                 if other != rank:
@@ -285,11 +283,8 @@ def check_fingerprints(fingerprint: str, collective: Collective) -> None:
 
     Ranks without a fingerprint are not compared. All ranks must call this together.
     """
-    digests = torch.zeros(collective.size, dtype=torch.float64)
-    # 48 bits: a float64 represents them exactly.
-    digests[collective.rank] = int(fingerprint[:12], 16) if fingerprint else 0
-    values = collective.all_reduce_sum(digests).tolist()
-    known = {rank: value for rank, value in enumerate(values) if value}
+    mine = int(fingerprint[:12], 16) if fingerprint else 0  # 48 bits
+    known = {rank: each for rank, (each,) in enumerate(gather_values(collective, [mine])) if each}
     first = next(iter(known), 0)
     others = [rank for rank, value in known.items() if value != known[first]]
     if others:
@@ -317,9 +312,7 @@ def out_of_memory(ranks: Collective, count: int, state: int) -> tuple[int, int]:
     A rank that cannot divide its micro-batch names itself, others the first such rank. `count` is
     the number of micro-batches, which must be the same on all ranks.
     """
-    flags = torch.zeros(2, ranks.size)
-    flags[:, ranks.rank] = torch.tensor([state, count])
-    states, counts = ranks.all_reduce_sum(flags).tolist()
+    states, counts = zip(*gather_values(ranks, [state, count]), strict=True)
     if min(counts) != max(counts):
         raise InputError(_SAME["evenstep/count"].format(min(counts), max(counts)))
     indivisible = [rank for rank, each in enumerate(states) if each > DIVISIBLE]
@@ -393,9 +386,7 @@ class Suspects:
 
         A collective call.
         """
-        rows = torch.zeros(collective.size, 4 + _SHOWN, dtype=torch.float64)
-        rows[collective.rank] = torch.tensor(self._first(), dtype=torch.float64)
-        table = collective.all_reduce_sum(rows).cpu().tolist()
+        table = gather_values(collective, torch.tensor(self._first(), dtype=torch.float64))
         # A gradient that was exchanged is not finite on all ranks, so it does not tell the rank.
         order = [(row[2], row[0], row[1], rank) for rank, row in enumerate(table)]
         unsure, position, place, rank = min(order)
@@ -413,25 +404,17 @@ class Suspects:
     def _first(self) -> list[float]:
         """[position, place, 1 if the rank is unsure, number of samples, their ids]."""
         for position, (sample_ids, exchanged, numbers) in enumerate(self._traces):
-            for place in range(len(_PLACES)):
-                bad = [_bad_samples(v, real, sample_ids) for at, v, real in numbers if at == place]
-                if any(ids is not None for ids in bad):
-                    ids = next((ids for ids in bad if ids is not None and len(ids)), sample_ids)
-                    shown = [*ids[:_SHOWN].tolist(), *[-1] * _SHOWN][:_SHOWN]
-                    unsure = exchanged and place == _PARAMETERS
-                    return [position, place, unsure, len(ids), *shown]
+            # Values per tile before a single one, which does not tell the samples.
+            for place, values, real in sorted(numbers, key=lambda each: (each[0], -each[1].ndim)):
+                bad = ~values.isfinite()
+                if not bool(bad.any()):
+                    continue
+                bad = bad if real is None else bad[real]
+                ids = np.unique(sample_ids[bad.cpu().numpy()]) if values.ndim else sample_ids
+                ids = ids if len(ids) else sample_ids
+                shown = [*ids[:_SHOWN].tolist(), *[-1] * _SHOWN][:_SHOWN]
+                return [position, place, exchanged and place == _PARAMETERS, len(ids), *shown]
         return [_NOWHERE, 0, True, 0, *[-1] * _SHOWN]
-
-
-def _bad_samples(values: Tensor, real: Tensor | None, ids: IntArray) -> IntArray | None:
-    """Samples whose value is not finite; empty if only their sum tells, None if all are finite."""
-    bad = ~values.isfinite()
-    if not bool(bad.any()):
-        return None
-    if values.ndim == 0:
-        return ids[:0]
-    bad = bad if real is None else bad[real]
-    return np.unique(ids[bad.cpu().numpy()])
 
 
 # Token ids outside of the vocabulary ------------------------------------------------------------

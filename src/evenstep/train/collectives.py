@@ -87,6 +87,15 @@ class Distributed:
         return tensor
 
 
+def gather_values(collective: Collective, values: Sequence[float] | Tensor) -> list[Any]:
+    """The values of every rank, equally many on each, as a list by rank: one all-reduce."""
+    mine = torch.as_tensor(values)
+    every = mine.new_zeros((collective.size, *mine.shape))
+    every[collective.rank] = mine
+    gathered: list[Any] = collective.all_reduce_sum(every).tolist()
+    return gathered
+
+
 def has_group() -> bool:
     """Whether the default process group of torch.distributed is there."""
     return bool(distributed.is_available() and distributed.is_initialized())
@@ -182,7 +191,13 @@ class Bundle:
         for name, reduction, numbers in self._entries():
             by_rank = reduction in ("min", "max")
             first = at + rank if by_rank else at
-            values += [_scalar(name, number) for number in numbers]
+            for number in numbers:
+                if number.numel() != 1:
+                    raise InputError(
+                        f"{name!r} has shape {tuple(number.shape)}; expected a scalar. Sum it, or "
+                        f"use one name per entry."
+                    )
+                values.append(number.detach().double().reshape(()))
             indices += range(first, first + len(numbers))
             at += size if by_rank else len(numbers)
         length = max(_LEAST, 1 << (at - 1).bit_length())  # 64, 128, ...
@@ -218,15 +233,6 @@ class Bundle:
             f"metrics {sorted(self.metrics)}. Return the same metrics for every batch, empty ones "
             f"where there is nothing to measure."
         )
-
-
-def _scalar(name: str, value: Tensor) -> Tensor:
-    if value.numel() != 1:
-        raise InputError(
-            f"{name!r} has shape {tuple(value.shape)}; expected a scalar. Sum it, or use one name "
-            f"per entry."
-        )
-    return value.detach().double().reshape(())
 
 
 def context_attention(

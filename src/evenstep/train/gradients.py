@@ -23,12 +23,15 @@ def local_tensor(gradient: Any) -> Tensor:
 
 
 @contextmanager
-def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[Callable[[], None]]:
+def set_aside(
+    parameters: Iterable[Tensor], copied: bool = False, recover: Callable[[], None] = lambda: None
+) -> Iterator[Callable[[], None]]:
     """Context for a step: earlier gradients are removed inside and added back at the end.
 
     So rescaling and summing over ranks apply to the gradients of the step only. On an error, and
     after a call of what is yielded, the gradients of the step are discarded and the earlier ones
-    restored. Set `copied` if the framework writes into their tensors.
+    restored. Set `copied` if the framework writes into their tensors. On an error, `recover` is
+    called first.
     """
     parameters, discarded = list(parameters), False
     earlier = [
@@ -46,6 +49,7 @@ def set_aside(parameters: Iterable[Tensor], copied: bool = False) -> Iterator[Ca
         yield discard
     except BaseException:
         discarded = True
+        recover()
         raise
     finally:
         for parameter, before in zip(parameters, earlier, strict=True):

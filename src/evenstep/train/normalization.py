@@ -323,16 +323,6 @@ class AllTokens(_OfLossTokens):
         return totals.get(self.name) if "samples" in totals else None
 
 
-NORMALIZATIONS: dict[str, Callable[..., Normalization]] = {
-    "token_mean": TokenMean,
-    "sequence_mean": SequenceMean,
-    "group_mean": GroupMean,
-    "constant": Constant,
-    "fixed_length": FixedLength,
-    "sample_weights": SampleWeights,
-}
-
-
 LABELLED = (TokenMean, SequenceMean, GroupMean, Constant, FixedLength, SampleWeights)
 """Those that weight loss tokens only. What a `Custom` one weights is known to its function."""
 

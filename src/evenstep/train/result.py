@@ -14,12 +14,11 @@ from torch import Tensor
 
 from evenstep.core.cost import Cost
 from evenstep.core.ragged import IntArray, offsets_of, ranges_of
-from evenstep.core.recipe import World
 from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.losses import Sums
-from evenstep.train.collectives import Bundle, Collective
+from evenstep.train.collectives import Bundle, Collective, gather_values
 from evenstep.train.step_loss import LossValues, StepLoss
 
 Keep: TypeAlias = Literal["samples", "tokens"]
@@ -218,7 +217,7 @@ class ComputeTime(Stopwatch):
     """
 
     def __init__(self, cuda: bool) -> None:
-        self._cuda = cuda
+        self._cuda, self._mark = cuda, _recorded_event if cuda else time.thread_time
         self._marks: list[Any] = []  # the begin and end of each block, in turn
 
     def __enter__(self) -> Self:
@@ -230,27 +229,22 @@ class ComputeTime(Stopwatch):
         self._marks.append(self._mark())
         super().__exit__()
 
-    def _mark(self) -> Any:
-        if not self._cuda:
-            return time.thread_time()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @property
     def busy(self) -> list[float]:
-        """Busy seconds of each block."""
+        """Busy seconds of each block. On a GPU, which runs behind, they are all its seconds."""
         blocks = zip(self._marks[::2], self._marks[1::2], strict=True)
         if not self._cuda:
             return [end - begin for begin, end in blocks]
         if self._marks:
             self._marks[-1].synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in blocks]
+        busy = [begin.elapsed_time(end) / 1e3 for begin, end in blocks]
+        self.seconds = sum(busy)
+        return busy
 
-    @property
-    def total(self) -> float:
-        """Seconds of all blocks: on a GPU, which runs behind, those between events."""
-        return sum(self.busy) if self._cuda else self.seconds
+
+def _recorded_event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,7 +279,7 @@ class StepResult:
     """Loss values of this rank's samples, with `Runner(keep=...)`."""
     bundle: Bundle = field(repr=False)
     numbers: LossValues | None = None
-    known: tuple[StepLoss, Mapping[str, float]] | None = field(default=None, repr=False)
+    known: StepLoss | None = field(default=None, repr=False)
     """What `reduce` needs, if values were not exchanged yet."""
 
     def __repr__(self) -> str:
@@ -313,8 +307,7 @@ class StepResult:
         if self.reduced:
             return self
         assert self.known is not None
-        step_loss, totals = self.known
-        numbers = step_loss.finish(self.bundle.reduce(collective), totals)
+        numbers = self.known.finish(self.bundle.reduce(collective))
         result = replace(self, numbers=numbers)
         if result.without_loss:
             raise InputError(f"no token of this step counts in the loss, on any rank. {ANY_CAUSE}")
@@ -370,7 +363,7 @@ class StepResult:
         predict. A step without samples, or with samples of one token only, is just empty."""
         assert self.known is not None
         over = self._numbers.denominators
-        return self.known[0].without_loss(self._metric(LABELS), self._metric(PREDICTED), over)
+        return self.known.without_loss(self._metric(LABELS), self._metric(PREDICTED), over)
 
     @property
     def deviation(self) -> float:
@@ -430,11 +423,10 @@ class StepResult:
         return {name: value for name, value in numbers.items() if value is not None}
 
 
-def gathered(result: StepResult, world: World, collective: Collective) -> dict[str, object]:
+def gathered(result: StepResult, collective: Collective) -> dict[str, object]:
     """What a log keeps of a step: planned cost and busy seconds of every micro-batch, as lists of
     ranks × micro-batches. Every rank calls it; all have equally many micro-batches."""
     mine = [result.costs or [0.0] * len(result.busy), result.busy]
-    of_ranks = torch.zeros((world.size, 2, len(result.busy)), dtype=torch.float64)
-    of_ranks[world.rank] = torch.tensor(mine, dtype=torch.float64)
-    costs, busy = collective.all_reduce_sum(of_ranks).cpu().unbind(1)
-    return {"micro_batches/cost": costs.tolist(), "micro_batches/busy": busy.tolist()}
+    of_ranks = gather_values(collective, torch.tensor(mine, dtype=torch.float64))
+    costs, busy = zip(*of_ranks, strict=True)
+    return {"micro_batches/cost": [*costs], "micro_batches/busy": [*busy]}

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -196,8 +197,9 @@ class Runner:
         if self.collective.size > 1 and not self._compared:
             self._compared.append(getattr(step, "fingerprint", ""))
             checks.check_fingerprints(self._compared[0], self.collective)
+        budget = getattr(step, "budget", None)
         if not isinstance(step, Step):
-            return StepRun(self, step, len(step), budget=getattr(step, "budget", None)).run()
+            return StepRun(self, step, len(step), budget=budget).run()
         checks.check_collective(step.ranks, self.collective)
         if split and step.plan is not None and step.plan.recipe.equal_tokens:
             raise ConfigError(
@@ -207,9 +209,7 @@ class Runner:
         while True:
             items = step if step.batches is None else step.batches
             try:
-                return StepRun(
-                    self, items, len(step), step=step, number=step.number, budget=step.budget
-                ).run()
+                return StepRun(self, items, len(step), step=step, budget=budget).run()
             except TooLargeError as error:
                 micros, (position,) = list(step.micro_batches), error.args
                 micros[position : position + 1] = micros[position].halves()
@@ -393,6 +393,10 @@ class Prepared:
     """When each of its samples was created, if they are fed."""
 
 
+Collated: TypeAlias = tuple[Batch, MicroBatch | None, Collection[float]]
+"""A batch, what it was made of if that is planned, and when its samples were created, if fed."""
+
+
 class StepRun:
     """One run of a step: prepare, forward, loss, backward, finish.
 
@@ -415,9 +419,10 @@ class StepRun:
         lock_step: bool = False,
     ) -> None:
         self.runner, self.items, self.count, self.step = runner, items, count, step
-        self.number, self.lock_step = number, lock_step
+        self.number, self.lock_step = number if step is None else step.number, lock_step
         self.totals: Mapping[str, float] = {} if step is None else step.totals
         self.ranks, self.losses = runner.collective, runner.losses
+        self.shard: Callable[[Batch], Any] = runner.shard or (lambda batch: batch)
         self.framework = Framework.of(runner.model)  # reshards, which changes the parameters
         self.parameters = list(runner.model.parameters())
         self.gradients = Gradients(self.parameters)
@@ -441,6 +446,7 @@ class StepRun:
         self.fed: MicroBatch | None = None  # being prepared
         self.example: Any = None  # one of this rank's samples, for errors
         self.ages: list[float] = []
+        self.busy: list[float] = []  # seconds of each micro-batch
         self.counts: defaultdict[str, float] = defaultdict(float)  # by the name of their metrics
         self.sharers = 1  # context-parallel ranks that share a micro-batch
         self.bundles: list[Bundle] = []
@@ -468,81 +474,78 @@ class StepRun:
             checks.check_shards(self.runner.model.named_parameters(), self.ranks)
         averaged_over = 1 if sums else self.framework.averaged_over(self.ranks)
         constant = power_of_two(budget) if budget else 1.0
-        return StepLoss(losses, mode, averaged_over, constant), sums
+        return StepLoss(losses, mode, averaged_over, constant, self.totals), sums
 
     def run(self) -> StepResult:
         """Run the step and leave its gradient; if it fails, gradients and model are as before."""
-        with set_aside(self.parameters, self.framework.owns_gradients) as discard:
-            try:
-                ran = self._run()
-            except BaseException:
-                self.framework.recover()
-                raise
+        framework = self.framework
+        with set_aside(self.parameters, framework.owns_gradients, framework.recover) as discard:
+            began = time.perf_counter()
+            if self.step_loss.mode == "known" and "loss_tokens" in self.totals:
+                predicted = self.totals.get("tokens", 0) - self.totals.get("samples", 0)
+                self._check_loss_tokens([self.totals["loss_tokens"], predicted])
+            collated: Iterable[Collated] = self._collate_all()
+            if self.step_loss.mode == "counted":
+                collated = list(Prefetch(collated, 0, name=self._place))
+                self._count([batch for batch, *_ in collated])
+            if self.step_loss.mode != "per_micro_batch":
+                self.scales = self.step_loss.scales()
+            counting = time.perf_counter() - began
+            abandon = self.items.abandon if isinstance(self.items, Feed) else lambda: None
+            ahead = 0 if self.count == 1 else self.runner.prefetch  # nothing to overlap with
+            ready_batches = starmap(self._prepare, collated)  # keeps none of them
+            prepared = Prefetch(ready_batches, ahead, abandon, self._place)
+            first = 0.0  # seconds to the first forward
+            with closing(iter(prepared)) as items:
+                for ready in self._in_lock_step(items) if self.lock_step else items:
+                    first = first or time.perf_counter() - began
+                    self._run_micro_batch(ready, last=self.position + 1 == self.count)
+                    del ready  # before requesting the next one: prefetch + 1 are alive
+            exchanged = self.sums or self.step_loss.separate
+            if self.position == 0 or (self.count is None and not exchanged):
+                # The last micro-batch was not known in advance: an empty one exchanges gradients.
+                self._run_micro_batch(self._prepare(self._empty()), last=True)
+            self.busy = self.compute.busy()
+            bundle, numbers = self._finish()
+            timings = result.Timings(
+                wait=counting + prepared.waited,
+                prepare=counting + prepared.preparing,
+                compute=self.compute.seconds,
+                communicate=self.communicate.seconds,
+                total=time.perf_counter() - began,
+                first=first,
+            )
+            ran = self._result(timings, bundle, numbers)
             if ran.skipped:
                 discard()
         return ran
 
-    def _run(self) -> StepResult:
-        began = time.perf_counter()
-        if self.step_loss.mode == "known" and "loss_tokens" in self.totals:
-            predicted = self.totals.get("tokens", 0) - self.totals.get("samples", 0)
-            self._check_loss_tokens([self.totals["loss_tokens"], predicted])
-        if self.step_loss.mode == "counted":
-            self._collate_and_count()
-        counting = time.perf_counter() - began
-        abandon = self.items.abandon if isinstance(self.items, Feed) else lambda: None
-        ahead = 0 if self.count == 1 else self.runner.prefetch  # nothing to overlap with
-        prepared = Prefetch(self._prepare_all(), ahead, abandon, self._place)
-        first = 0.0  # seconds to the first forward
-        with closing(iter(prepared)) as items:
-            for ready in self._in_lock_step(items) if self.lock_step else items:
-                first = first or time.perf_counter() - began
-                self._run_micro_batch(ready, last=self.position + 1 == self.count)
-                del ready  # before requesting the next one: prefetch + 1 are alive
-        exchanged = self.sums or self.step_loss.separate
-        if self.position == 0 or (self.count is None and not exchanged):
-            # The last micro-batch was not known in advance: an empty one exchanges gradients.
-            self._run_micro_batch(self._prepare(self._empty()), last=True)
-        bundle, numbers = self._finish()
-        timings = result.Timings(
-            wait=counting + prepared.waited,
-            prepare=counting + prepared.preparing,
-            compute=self.compute.total,
-            communicate=self.communicate.seconds,
-            total=time.perf_counter() - began,
-            first=first,
-        )
-        return self._result(timings, bundle, numbers)
-
     # Prepare, in the prefetching thread ----------------------------------------------------------
 
-    def _prepare_all(self) -> Iterator[Prepared]:
+    def _collate_all(self) -> Iterator[Collated]:
         for item in self.items:
             if isinstance(item, Batch):
-                yield self._prepare(item)
-            elif isinstance(item, FedMicroBatch):
-                self.fed = item.micro
-                batch = self._collate(item.micro, item.samples)
-                yield self._prepare(batch, born=item.born.values())
-                self.fed = None
-            elif isinstance(item[1], Batch):  # collated when it was counted
-                yield self._prepare(item[1], item[0])
-            else:
-                if self.step_loss.mode == "known":
-                    checks.check_none_skipped(item[1], self.step_loss)
-                yield self._prepare(self._collate(*item), item[0])
-
-    def _collate(self, micro: MicroBatch, samples: Mapping[int, Any]) -> Batch:
-        self.example = next(iter(samples.values()), self.example)
-        try:
-            return self.runner.collate(micro, samples)
-        except torch.OutOfMemoryError as error:
-            raise MicroBatchError(
-                f"a micro-batch of step {self.number} on rank {self.ranks.rank} "
-                f"({_describe(micro, micro.segments.sample)}) ran out of memory while it was "
-                f"collated. Collate on the CPU and pass Runner(device=...), lower prefetch, or "
-                f"lower max_tokens."
-            ) from error
+                yield item, None, ()
+                continue
+            fed = item if isinstance(item, FedMicroBatch) else None
+            micro, samples = item if fed is None else (fed.micro, fed.samples)
+            if fed is not None:
+                self.fed = micro
+            elif self.step_loss.mode == "known":
+                checks.check_none_skipped(samples, self.step_loss)
+            self.example = next(iter(samples.values()), self.example)
+            try:
+                batch = self.runner.collate(micro, samples)
+            except torch.OutOfMemoryError as error:
+                raise MicroBatchError(
+                    f"a micro-batch of step {self.number} on rank {self.ranks.rank} "
+                    f"({_describe(micro, micro.segments.sample)}) ran out of memory while it was "
+                    f"collated. Collate on the CPU and pass Runner(device=...), lower prefetch, or "
+                    f"lower max_tokens."
+                ) from error
+            yield (batch, micro, ()) if fed is None else (batch, None, fed.born.values())
+            self.fed = None
+            del batch  # before the next one is made: prefetch + 1 are alive
 
     def _prepare(
         self, batch: Batch, micro: MicroBatch | None = None, born: Collection[float] = ()
@@ -592,17 +595,10 @@ class StepRun:
             yield self._prepare(self._empty()) if item is None else item
             del item
 
-    def _collate_and_count(self) -> None:
-        """Counted mode: collate all micro-batches and sum over ranks what each adds to
-        denominators."""
-        items: Iterable[Any] = self.items
-        collated = (
-            item if isinstance(item, Batch) else (item[0], self._collate(*item)) for item in items
-        )
-        self.items = items = list(Prefetch(collated, 0, name=self._place))
-        batches = [item if isinstance(item, Batch) else item[1] for item in items]
+    def _count(self, batches: list[Batch]) -> None:
+        """Counted mode: sum over ranks what each micro-batch adds to denominators."""
         batches = batches or [self._empty()]  # which a rank without micro-batches runs
-        first = getattr(self._shard(batches[0]), "rank", 0) == 0
+        first = getattr(self.shard(batches[0]), "rank", 0) == 0
         bundles = []
         for batch in batches:
             amounts = self.step_loss.amounts(batch, first).items()
@@ -630,7 +626,7 @@ class StepRun:
                 with torch.no_grad():
                     batch = self.runner.preprocess(batch)
                 self.compute.seconds += time.perf_counter() - began
-            shard = self._shard(batch)
+            shard = self.shard(batch)
             first = getattr(shard, "rank", 0) == 0  # of the ranks that share the batch
             amounts = self.step_loss.amounts(batch, first)
             if first and self.groups is not None:
@@ -654,9 +650,6 @@ class StepRun:
             self.counts[name] += count
         self.position += 1
 
-    def _shard(self, batch: Batch) -> Batch | BatchShard:
-        return batch if self.runner.shard is None else self.runner.shard(batch)
-
     def _forward_and_backward(
         self,
         ready: Prepared,
@@ -674,7 +667,7 @@ class StepRun:
 
         losses: dict[str, Sums | Tensor] = {}  # as the functions return them, without divisors
         for name, loss in self.losses.items():
-            whole = self._shard(weighted(batch, loss.normalization))
+            whole = self.shard(weighted(batch, loss.normalization))
             value = loss.function(*checks.loss_inputs(loss.function, outputs, whole))
             if isinstance(value, tuple) or isinstance(loss.normalization, ByLoss):
                 value, divisor = split_divisor(name, loss.normalization, value)
@@ -687,9 +680,15 @@ class StepRun:
             self.suspects.before_backward(ids, exchange, outputs, shard, losses)
 
         sums = {n: loss.loss if isinstance(loss, Sums) else loss for n, loss in losses.items()}
-        scales = self._scales(amounts)
+        scales = self._exchange_scales(amounts) if self.scales is None else self.scales
         objectives = self.step_loss.objectives(sums, scales)
-        self.gradients.backward({n: self._scaled(each) for n, each in objectives.items()})
+        if not all(objective.requires_grad for objective in objectives.values()):
+            raise checks.not_trainable(self.parameters)
+        if self.runner.scaler is not None:
+            one = next(iter(objectives.values())).detach().new_ones(())
+            self.scale = self.runner.scaler.scale(one)
+            objectives = {name: self.runner.scaler.scale(o) for name, o in objectives.items()}
+        self.gradients.backward(objectives)
         metrics = {
             f"{name}/{key}" if len(losses) > 1 else key: metric
             for name, loss in losses.items()
@@ -698,27 +697,13 @@ class StepRun:
         }
         self.bundles.append(self.step_loss.bundle(sums, amounts, scales, metrics))
 
-    def _scales(self, amounts: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Factors of this micro-batch's loss sums before backward."""
-        if self.step_loss.mode == "per_micro_batch":
-            count = self.count or 0
-            with self.communicate:
-                bundle = Bundle(amounts, checks.same_on_ranks("count", count)).reduce(self.ranks)
-            checks.check_same(bundle)
-            return self.step_loss.scales(reduced=bundle.sums, micro_batches=max(count, 1))
-        if self.scales is None:
-            self.scales = self.step_loss.scales(self.totals)
-        return self.scales
-
-    def _scaled(self, objective: Tensor) -> Tensor:
-        """The objective times the scale of the GradScaler, if there is one."""
-        if not objective.requires_grad:
-            raise checks.not_trainable(self.parameters)
-        if self.runner.scaler is None:
-            return objective
-        self.scale = self.runner.scaler.scale(objective.detach().new_ones(()))
-        scaled: Tensor = self.runner.scaler.scale(objective)
-        return scaled
+    def _exchange_scales(self, amounts: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """per_micro_batch mode: the factors of this micro-batch's loss sums before backward."""
+        count = self.count or 0
+        with self.communicate:
+            bundle = Bundle(amounts, checks.same_on_ranks("count", count)).reduce(self.ranks)
+        checks.check_same(bundle)
+        return self.step_loss.scales(bundle.sums, max(count, 1))
 
     # Finish --------------------------------------------------------------------------------------
 
@@ -729,7 +714,7 @@ class StepRun:
         before the step and nothing here needs them: then they are None.
         """
         separate = self.step_loss.separate
-        later = self.step_loss.ahead and self.ranks.size > 1
+        later = self.step_loss.expected is not None and self.ranks.size > 1
         later = later and self.suspects is None and self.groups is None
         metrics = self._measures() | ({} if separate else self._sum_gradients(later))
         merged = Bundle.merge(self.bundles)
@@ -740,7 +725,7 @@ class StepRun:
             reduced = bundle.reduce(self.ranks)
         if self.ranks.size > 1:
             checks.check_same(reduced)
-        numbers = self.step_loss.finish(reduced, self.totals)
+        numbers = self.step_loss.finish(reduced)
         self.gradients.combine(numbers.factors)
         if separate:
             # Only now is there one gradient: sum it over ranks and measure it.
@@ -756,7 +741,7 @@ class StepRun:
 
     def _measures(self) -> dict[str, Metric]:
         """Busy time and counts of this rank, reduced with the losses."""
-        busy = torch.tensor(sum(self.compute.busy), dtype=torch.float64)
+        busy = torch.tensor(sum(self.busy), dtype=torch.float64)
         metrics = {result.BUSY: Metric.mean(busy, 1), result.BUSY_MOST: Metric("max", busy)}
         for name, count in self.counts.items():
             share = torch.tensor(count / self.sharers, dtype=torch.float64)
@@ -780,7 +765,7 @@ class StepRun:
         """
         counts: list[float] = []
         alone = alone and self.step_loss.mode == "known" and "loss_tokens" not in self.totals
-        if alone and self.step_loss.without_loss(0, 1, self.step_loss.known(self.totals)):
+        if alone and self.step_loss.without_loss(0, 1):
             counts = [float(self.counts[name] > 0) for name in _TO_PREDICT]
         summed: Tensor | None = None
         with self.communicate:
@@ -808,14 +793,14 @@ class StepRun:
             slots=int(self.counts[result.SLOTS]),
             num_micro_batches=self.position,
             planned_imbalance=self.totals.get(f"imbalance_{often}"),
-            busy=tuple(self.compute.busy),
+            busy=tuple(self.busy),
             costs=costs if len(costs) == self.position else (),
             ages=tuple(self.ages),
             peak_flops=self.runner.peak_flops,
             kept=None if self.keeper is None else self.keeper.kept(),
             bundle=bundle,
             numbers=numbers,
-            known=(self.step_loss, self.totals),
+            known=self.step_loss,
         )
         if numbers is not None:
             counts = [float(numbers.metrics[name].value) for name in _TO_PREDICT]
@@ -837,7 +822,6 @@ class StepRun:
         self, counts: list[float], over: Mapping[str, float] | None = None
     ) -> None:
         """Raise if `counts` of loss tokens and of tokens to predict say that there is no loss."""
-        over = self.step_loss.known(self.totals) if over is None else over
         if self.step_loss.without_loss(counts[0], counts[1], over):
             why = result.ANY_CAUSE
             if self.example is not None:

@@ -93,27 +93,27 @@ class StepLoss:
     """F: number of ranks over which the framework averages gradients; 1 if it sums them."""
     constant: float = 1.0
     """c in deferred mode, a power of two; see `power_of_two`."""
-    counts: Mapping[str, float] | None = None
-    """In counted mode, each denominator; see `counted`."""
+    totals: Mapping[str, float] = field(default_factory=dict)
+    """Totals of the plan; in known mode they give every denominator."""
+    expected: Mapping[str, float] | None = None
+    """Each denominator, if it is known before the first backward: in known mode from `totals`, in
+    counted mode by `counted`."""
     denominators: dict[str, Normalization] = field(init=False, repr=False, compare=False)
     """Distinct normalizations by name."""
     constants: dict[str, float] = field(init=False, repr=False, compare=False)
     """The denominators that do not depend on the step, by name."""
-    ahead: bool = field(init=False, repr=False, compare=False)
-    """Whether every denominator is known before the first backward."""
     separate: bool = field(init=False, repr=False, compare=False)
     """Whether each denominator has a backward and an accumulator of its own."""
 
     def __post_init__(self) -> None:
         distinct = {n.name: n for n, _ in reversed(list(self.losses.values()))}
-        always = {name: normalization.known({}) for name, normalization in distinct.items()}
-        ahead = self.mode in ("known", "counted")
-        derived = {
+        derived: dict[str, object] = {
             "denominators": distinct,
-            "constants": {name: value for name, value in always.items() if value is not None},
-            "ahead": ahead,
+            "constants": _known(distinct, {}),
             "separate": self.mode == "deferred" and len(distinct) > 1,
         }
+        if self.mode == "known":
+            derived["expected"] = _known(distinct, self.totals)
         for field_name, value in derived.items():
             object.__setattr__(self, field_name, value)
         if not self.losses:
@@ -126,28 +126,39 @@ class StepLoss:
                     f"two different normalizations are named {normalization.name!r}. Give each its "
                     f"own name."
                 )
-            if ahead and isinstance(normalization, ByLoss):
+            if self.mode in ("known", "counted") and isinstance(normalization, ByLoss):
                 raise ConfigError(
                     f"mode={self.mode!r} needs the denominator {normalization.name!r} before the "
                     f"step, but the loss function returns it. Use mode='deferred'."
                 )
+        expected = distinct if self.expected is None else self.expected
+        missing = [name for name in distinct if name not in expected]
+        if missing:
+            raise ConfigError(
+                f"mode='known' needs the denominators {missing}, but the totals of the step have "
+                f"only {sorted(self.totals)}. Use mode='deferred', or pass totals that contain "
+                f"them."
+            )
 
-    def without_loss(self, labels: float, predicted: float, over: Mapping[str, float]) -> bool:
+    def without_loss(
+        self, labels: float, predicted: float, over: Mapping[str, float] | None = None
+    ) -> bool:
         """Whether a loss needs loss tokens and all `predicted` tokens are ignored.
 
-        A loss needs them if only these have weights, or if the denominators `over` of a step
-        without loss tokens are 0. A step without samples, or with samples of one token only, is
-        just empty.
+        A loss needs them if only these have weights, or if the denominators `over` (default: the
+        expected ones) of a step without loss tokens are 0. A step without samples, or with samples
+        of one token only, is just empty.
         """
         if labels or not predicted > 0:
             return False
         if any(isinstance(n, LABELLED) for n in self.denominators.values()):
             return True
+        over = over or self.expected or {}
         return not any(over[name] for name in self.denominators if name not in self.constants)
 
     def counted(self, amounts: Bundle) -> StepLoss:
         """With the denominators of counted mode: `amounts` of all micro-batches, over all ranks."""
-        return replace(self, counts=self._denominators(amounts))
+        return replace(self, expected=self._denominators(amounts))
 
     # Each micro-batch --------------------------------------------------------------------------
 
@@ -165,28 +176,23 @@ class StepLoss:
         return amounts if counted else {name: a.new_zeros(()) for name, a in amounts.items()}
 
     def scales(
-        self,
-        totals: Mapping[str, float] | None = None,
-        *,
-        reduced: Mapping[str, Tensor] | None = None,
-        micro_batches: int | None = None,
+        self, reduced: Mapping[str, Tensor] | None = None, micro_batches: int | None = None
     ) -> dict[str, float]:
         """The factor of each loss sum in the backward of one micro-batch.
 
-        Known mode needs `totals` of the plan. per_micro_batch mode needs `reduced`, the amounts at
-        this position summed over ranks (`Bundle(amounts).reduce(...)`), and `micro_batches`, the
-        number of positions of the step. Scales of the other modes are those of all micro-batches.
+        per_micro_batch mode needs `reduced`, the amounts at this position summed over ranks
+        (`Bundle(amounts).reduce(...)`), and `micro_batches`, the number of positions of the step.
+        Scales of the other modes are those of all micro-batches.
         """
         if self.mode == "deferred":
             return {name: weight / self.constant for name, (_, weight) in self.losses.items()}
-        if self.mode != "per_micro_batch":
-            over = self.known(totals or {})
-        elif reduced is None or not micro_batches:
-            raise InputError(
-                "mode='per_micro_batch' requires `reduced`, the amounts summed over ranks, and "
-                "`micro_batches`, the number of micro-batches per rank."
-            )
-        else:
+        over = self.expected
+        if over is None:
+            if reduced is None or not micro_batches:
+                raise InputError(
+                    "mode='per_micro_batch' requires `reduced`, the amounts summed over ranks, and "
+                    "`micro_batches`, the number of micro-batches per rank."
+                )
             over = {name: float(amount) * micro_batches for name, amount in reduced.items()}
             over |= self.constants
         return {
@@ -224,13 +230,13 @@ class StepLoss:
 
     # The end of the step -----------------------------------------------------------------------
 
-    def finish(self, reduced: Bundle, totals: Mapping[str, float] | None = None) -> LossValues:
+    def finish(self, reduced: Bundle) -> LossValues:
         """The values of the exact loss, and the factors that make its gradient.
 
         `reduced` is the sum of the bundles of all micro-batches and ranks.
         """
         over = self._denominators(reduced)
-        for name, expected in (self.known(totals or {}) if self.ahead else {}).items():
+        for name, expected in (self.expected or {}).items():
             if not math.isclose(expected, over[name], rel_tol=1e-9, abs_tol=1e-9):
                 raise InputError(
                     f"the totals give {expected} for {name!r}, but the micro-batches had "
@@ -258,19 +264,6 @@ class StepLoss:
             else {},
         )
 
-    def known(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Each denominator, before the step; raises if the totals do not give it."""
-        if self.counts is not None:
-            return dict(self.counts)
-        known = {name: n.known(totals) for name, n in self.denominators.items()}
-        missing = [name for name, value in known.items() if value is None]
-        if missing:
-            raise ConfigError(
-                f"mode='known' needs the denominators {missing}, but the totals of the step have "
-                f"only {sorted(totals)}. Use mode='deferred', or pass totals that contain them."
-            )
-        return {name: value for name, value in known.items() if value is not None}
-
     def _denominators(self, reduced: Bundle) -> dict[str, float]:
         """The denominators summed over the micro-batches that ran."""
         over = {}
@@ -284,6 +277,14 @@ class StepLoss:
                 )
             over[name] = value
         return over
+
+
+def _known(
+    denominators: Mapping[str, Normalization], totals: Mapping[str, float]
+) -> dict[str, float]:
+    """The denominators that `totals` give, by name."""
+    known = {name: each.known(totals) for name, each in denominators.items()}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def power_of_two(tokens: float) -> float:

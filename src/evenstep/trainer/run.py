@@ -61,7 +61,7 @@ def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
             refuse_many(skipped, job)
             clock.update(partial(update, job, state, done, result.skipped))
             loss, cursor = loss if result.skipped else result.loss, step.cursor.to_dict()
-            times = gathered(result, ranks.world, ranks.collective)
+            times = gathered(result, ranks.collective)
             write({"step": done, "epoch": step.epoch, **record(result, state.optimizer), **times})
             done += 1
             stopped = ranks.any(request.asked)
