@@ -4,6 +4,7 @@
     python examples/grpo/grpo.py --layout packed          one layout: a minute
     python examples/grpo/grpo.py --layout packed --feed   trains while rollouts are generated
     python examples/grpo/grpo.py --layout packed --ray 2  two Ray actors (pip install ray)
+    python examples/grpo/grpo.py --share-prompts          answers share what they begin with
 
 A prompt is "37+4=". The policy counts up and down, one pair per unit of the addend, and stops:
 "38:3,39:2,40:1,41:0." The reward is 1 if the last number is the sum, else 0. Answers have 4 to 144
@@ -12,7 +13,9 @@ than half of its sums are wrong then. The rest is learnt from the reward alone.
 
 What it shows: rollouts stay padded tensors (`RolloutBatch`); log-probs and training have plans of
 their own, with budgets of their own; losses are the same in every layout, up to rounding; and the
-same controller runs in one process or on Ray.
+same controller runs in one process or on Ray. With --share-prompts, the answers to a prompt stay
+together in a mini-batch, and what they have in common is computed once: the prompt, and as much of
+the counting as they agree on. Rewards are the same; the table has both.
 """
 
 from __future__ import annotations
@@ -212,9 +215,10 @@ def start_torch() -> None:
 
 
 def as_batch(
-    asked: list[Problem], answers: list[list[int]]
+    asked: list[Problem], answers: list[list[int]], grouped: bool = False
 ) -> tuple[RolloutBatch, NDArray[np.float64]]:
-    """Rollouts as padded tensors, and the reward of each."""
+    """Rollouts as padded tensors, and the reward of each. With `grouped`, the answers to a prompt
+    are a group, which is never divided between mini-batches."""
     ids = torch.zeros((len(asked), WIDTH), dtype=torch.int64)
     mask = torch.zeros((len(asked), WIDTH), dtype=torch.bool)
     lengths = []
@@ -225,7 +229,9 @@ def as_batch(
         mask[row, len(prompt) : lengths[-1]] = True
     rewards = [reward_of(p, decoded(answer)) for p, answer in zip(asked, answers, strict=True)]
     tensors = {"input_ids": ids, "loss_mask": mask}
-    return RolloutBatch(tensors, lengths=lengths, padding_side="right"), np.array(rewards)
+    groups = np.arange(len(asked)) // ANSWERS if grouped else None
+    batch = RolloutBatch(tensors, lengths=lengths, padding_side="right", groups=groups)
+    return batch, np.array(rewards)
 
 
 def trainable(batch: RolloutBatch, old: torch.Tensor, rewards: NDArray[np.float64]) -> RolloutBatch:
@@ -242,12 +248,19 @@ def trainable(batch: RolloutBatch, old: torch.Tensor, rewards: NDArray[np.float6
 class Controller:
     """Asks, plans and dispatches; the same for workers in this process and on Ray."""
 
-    def __init__(self, dispatcher: Dispatcher, layout: str, samples: int) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, layout: str, samples: int, grouped: bool, shared: bool
+    ) -> None:
         ranks = Topology(dp=dispatcher.size)
         self.dispatcher, self.layout = dispatcher, layout
-        self.scoring = Recipe(layout=LAYOUTS[layout](SCORING), topology=ranks)
-        steps = Steps(samples=samples)
-        self.training = Recipe(layout=LAYOUTS[layout](TRAINING), steps=steps, topology=ranks)
+        self.grouped, self.shared = grouped, shared
+        self.scoring = Recipe(layout=LAYOUTS[layout](SCORING), topology=ranks, groups="step")
+        self.training = Recipe(
+            layout=LAYOUTS[layout](TRAINING),
+            steps=Steps(samples=samples),
+            topology=ranks,
+            groups="step",
+        )
         self.seconds = dict.fromkeys(("generate", "score", "train"), 0.0)
         self.counts = np.zeros(2)  # slots and tokens that were trained
         self.losses: list[float] = []
@@ -257,18 +270,18 @@ class Controller:
         answers: list[list[int]] = [[] for _ in asked]
         for rank, found in enumerate(self.dispatcher.broadcast("generate", asked, seeds)):
             answers[rank :: self.dispatcher.size] = found
-        return as_batch(asked, answers)
+        return as_batch(asked, answers, self.grouped)
 
     def iterate(self, asked: list[Problem], seeds: list[int], number: int) -> None:
         """Rollouts, log-probs of the policy that made them, mini-batches."""
         with self.timed("generate"):
             batch, rewards = self.rollouts(asked, seeds)
         with self.timed("score"):
-            plan = batch.plan(self.scoring)
+            plan = batch.plan(self.scoring, share_prefixes=self.shared)
             old = self.dispatcher.dispatch("log_probs", plan, batch).tokens()
         with self.timed("train"):
             batch = trainable(batch, old, rewards)
-            plan = batch.plan(self.training, seed=number)
+            plan = batch.plan(self.training, seed=number, share_prefixes=self.shared)
             self.losses += self.dispatcher.dispatch("train", plan, batch).by_rank[0]
         found = plan.metrics()
         self.counts += (found["slots"], found["tokens"])
@@ -294,7 +307,7 @@ class Controller:
         return float(self.rollouts(asked, list(range(len(asked))))[1].mean())
 
 
-def learn(controller: Controller, options: argparse.Namespace) -> dict[str, Any]:
+def learn(controller: Controller, options: argparse.Namespace, name: str) -> dict[str, Any]:
     before, rng = controller.held_out(), np.random.default_rng(options.seed)
     iterate = controller.iterate_fed if options.feed else controller.iterate
     for number in range(options.iterations):
@@ -302,10 +315,12 @@ def learn(controller: Controller, options: argparse.Namespace) -> dict[str, Any]
         iterate(asked, rng.integers(0, 2**62, len(asked)).tolist(), number)
         if number % 5 == 4 or number == options.iterations - 1:
             reward, loss = np.mean(controller.rewards[-5:]), controller.losses[-1]
-            print(f"{controller.layout:8} {number + 1:4}  reward {reward:.3f}  loss {loss: .6f}")
+            print(f"{name:8} {number + 1:4}  reward {reward:.3f}  loss {loss: .6f}")
     slots, tokens = controller.counts
     return {
         "losses": np.array(controller.losses),
+        "rewards": np.array(controller.rewards),
+        "slots": slots,
         "seconds": controller.seconds,
         "padding": 1 - tokens / slots,
         "reward": (before, controller.held_out()),
@@ -323,6 +338,13 @@ def show(records: dict[str, dict[str, Any]]) -> None:
         print(
             f"{name:8}  {before:.3f} -> {after:.3f}  {record['padding']:7.1%}  "
             f"{took['generate']:6.1f} s  {busy:5.1f} s ({base / busy:4.2f}x)  {apart:11.1e}"
+        )
+    if "shared" in records:
+        whole, shared = records["packed"], records["shared"]
+        apart = np.abs(whole["rewards"] - shared["rewards"]).max()
+        print(
+            f"\ntrained   {whole['slots']:,.0f} tokens, {shared['slots']:,.0f} with shared ones "
+            f"({whole['slots'] / shared['slots']:.2f}x fewer); rewards differ by {apart:.1e}"
         )
 
 
@@ -351,16 +373,26 @@ def main() -> None:
     add("--warm-up", type=float, default=0.12, help="loss per token that ends the supervised phase")
     add("--seed", type=int, default=0)
     add("--feed", action="store_true", help="train while rollouts are generated")
+    add("--share-prompts", action="store_true", help="packed, and with shared prefixes")
     add("--ray", type=int, default=0, metavar="ACTORS", help="workers as Ray actors")
     options = parser.parse_args()
     start_torch()
     weights = warm_start(options.seed, options.warm_up)
     dispatcher = start_workers(options.ray)
+    names = list(LAYOUTS) if options.layout == "all" else [options.layout]
+    if options.share_prompts:
+        names = ["packed", "shared"]
     records = {}
-    for layout in LAYOUTS if options.layout == "all" else [options.layout]:
+    for name in names:
         dispatcher.broadcast("load", weights)
-        controller = Controller(dispatcher, layout, options.prompts * ANSWERS // MINI_BATCHES)
-        records[layout] = learn(controller, options)
+        controller = Controller(
+            dispatcher,
+            "packed" if name == "shared" else name,
+            options.prompts * ANSWERS // MINI_BATCHES,
+            grouped=options.share_prompts,
+            shared=name == "shared",
+        )
+        records[name] = learn(controller, options, name)
     show(records)
 
 

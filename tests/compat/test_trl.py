@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from evenstep.compat.trl import TokenBudgetBatcher, pack_dataset
 from tests.compat.attempts import flat
 from tests.examples import examples
+from tests.forests import forest
 
 ROWS = {
     "input_ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11]],
@@ -147,3 +149,31 @@ def test_dropped_samples_are_named() -> None:
     with pytest.warns(UserWarning, match="dropped a sample"):
         list(TokenBudgetBatcher(rollouts([9]), 2, 8, metrics))
     assert metrics == {"batch/dropped_oversize_total": [1.0]}
+
+
+@pytest.mark.filterwarnings("ignore")
+@examples(40)
+@given(seed=st.integers(0, 10**6), processes=st.integers(1, 3), budget=st.integers(14, 30))
+def test_tree_rows_hold_every_sample_and_count_a_prefix_once(
+    seed: int, processes: int, budget: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for number, tokens in enumerate(forest(rng, 12)):
+        mask = torch.from_numpy(rng.integers(0, 2, len(tokens)))
+        about = {"completion_mask": mask, "group_id": number % 3, "number": number}
+        samples.append({"input_ids": torch.tensor(tokens), **about})
+    samples = [sample for sample in samples if len(sample["input_ids"]) <= budget]
+    batches = list(TokenBudgetBatcher(samples, processes, budget, defaultdict(list)))
+    for rows in batches:
+        assert len(rows) == processes
+        for row in rows:
+            assert row.samples
+            assert len(row.tokens) <= budget
+            assert row.trained <= budget
+    numbers = [
+        sorted(sample["number"] for row in rows for sample in row.samples) for rows in batches
+    ]
+    arrived = [sample["number"] for sample in samples]
+    assert flat(numbers) == arrived[: len(flat(numbers))]
+    assert len(arrived) - len(flat(numbers)) < processes

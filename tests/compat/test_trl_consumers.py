@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep.compat.trl import TokenBudgetBatcher, pack_dataset
+from evenstep import Cost
+from evenstep.compat.trl import FixedCountBatcher, TokenBudgetBatcher, pack_dataset
 
 pytestmark = [
     pytest.mark.slow,
@@ -103,3 +104,67 @@ def test_the_collator_of_async_grpo_takes_our_rows() -> None:
     assert len(samples) - 4 < len(held) <= len(samples)
     assert trained == sum(len(each["input_ids"]) - 1 for each in held)
     assert max(metrics["batch/row_imbalance"]) < 1.5
+
+
+def answers(seed: int, groups: int = 8, each: int = 16, prompt: int = 2000) -> list[dict[str, Any]]:
+    """Groups of answers (log-normal, median 500) to one prompt."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for group in range(groups):
+        question = rng.integers(0, 32_000, prompt)
+        for _ in range(each):
+            count = max(int(rng.lognormal(np.log(500), 0.8)), 1)
+            ids = torch.from_numpy(np.concatenate((question, rng.integers(0, 32_000, count))))
+            samples.append(
+                {
+                    "input_ids": ids,
+                    "completion_mask": (torch.arange(len(ids)) >= prompt).long(),
+                    "old_log_probs": torch.zeros(len(ids)),
+                    "advantage": 0.0,
+                    "group_id": group,
+                }
+            )
+    return samples
+
+
+def measured(rows: list[Any]) -> tuple[float, float]:
+    """The slowest row of TRL over the mean one, by the cost of an 8B model; raw over unique tokens,
+    both from what TRL would run."""
+    cost, times = Cost.named("llama-3-8b"), []
+    for row in rows:
+        packed = row.pack()
+        ends = packed["tree_cu_seqlens_q"].numpy()
+        start = packed["position_ids"].numpy()[ends[:-1]]
+        cost_of_segments = cost.of_lengths(start + np.diff(ends)) - cost.of_lengths(start)
+        times.append(float(cost_of_segments.sum()))
+    raw = sum(len(sample["input_ids"]) for row in rows for sample in row.samples)
+    return max(times) / np.mean(times), raw / sum(len(row.tokens) for row in rows)
+
+
+def test_groups_keep_their_sharing_and_rows_become_even() -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import FixedCountBatcher as Theirs
+
+    figures = []
+    for seed in range(8):
+        samples = answers(seed)
+        (theirs,), (ours,) = Theirs(samples, 8, 128), FixedCountBatcher(samples, 8, 128)
+        figures.append((*measured(theirs), *measured(ours)))
+    uneven, saved, even, kept = np.mean(figures, axis=0)
+    print(f"lock-step {uneven:.3f} -> {even:.3f}, tokens saved {saved:.2f}x -> {kept:.2f}x")
+    assert uneven > 1.25
+    assert max(row[2] for row in figures) <= 1.13
+    assert kept >= 0.93 * saved
+    assert even * saved / kept <= 1.12  # repeated prompts count too
+
+
+def test_rows_of_a_budget_hold_more_than_their_raw_tokens() -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import TokenBudgetBatcher as Theirs
+
+    samples = answers(0, groups=24)
+    ours = list(TokenBudgetBatcher(samples, 8, 16_384, defaultdict(list)))
+    theirs = list(Theirs(samples, 8, 16_384, defaultdict(list)))
+    assert len(ours) <= len(theirs) + 1  # TRL drops the last, unfinished one
+    used = [len(row.tokens) for rows in ours for row in rows]
+    assert max(used) <= 16_384
+    assert sum(len(row.samples) for rows in ours for row in rows) == len(samples)
+    assert measured(ours[0])[0] < measured(theirs[0])[0]

@@ -117,9 +117,11 @@ def gradient(model: Any, micros: list[MicroBatch], samples: Any, loss: Any, **op
     return ran, {name: each.grad for name, each in model.named_parameters()}
 
 
-def check(seed: int, model: Any, loss: str, normalization: Any, tolerance: float) -> None:
+def check(
+    seed: int, model: Any, loss: str, normalization: Any, tolerance: float, count: int = 8
+) -> None:
     rng = np.random.default_rng(seed)
-    ids = forest(rng)
+    ids = forest(rng, count)
     samples = samples_of(rng, ids)
     ids.append([1, 2])
     options = {"normalization": normalization}
@@ -133,6 +135,17 @@ def check(seed: int, model: Any, loss: str, normalization: Any, tolerance: float
 @given(st.integers(0, 10**6), st.sampled_from(sorted(LOSSES)), st.sampled_from(NORMALIZATIONS))
 def test_gradients_of_trees_are_those_of_single_samples(seed: int, loss: str, norm: Any) -> None:
     check(seed, decoder(), loss, norm, 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradients_of_two_thousand_forests(dtype: torch.dtype) -> None:
+    model, windowed, hf = decoder(dtype), decoder(dtype, window=3), llama(dtype)
+    for seed in range(2000):
+        chosen = (model, model, windowed, hf)[seed % 4]
+        loss, count = sorted(LOSSES)[seed % len(LOSSES)], 4 + seed % 11
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+        check(seed, chosen, loss, NORMALIZATIONS[seed // 7 % 3], tolerance, count)
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 3]))

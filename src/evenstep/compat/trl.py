@@ -1,7 +1,7 @@
 """TRL's packing of datasets, and its batches of rollouts within a token budget.
 
-`pack_dataset` has the arguments, rows and columns of `trl.pack_dataset`; `TokenBudgetBatcher`
-replaces the class of that name in `trl.experimental.async_grpo`.
+`pack_dataset` has the arguments, rows and columns of `trl.pack_dataset`; `TokenBudgetBatcher` and
+`FixedCountBatcher` replace the classes of those names in `trl.experimental.async_grpo`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from torch.utils.data import IterableDataset
 from evenstep.compat.filled import filled_packs
 from evenstep.core.cost import Cost
 from evenstep.core.layout import Packed
+from evenstep.core.prefixes import find_prefixes
 from evenstep.core.ragged import IntArray, offsets_of, ranges_of
-from evenstep.core.recipe import Recipe, Steps, Topology
+from evenstep.core.recipe import Limits, Recipe, Steps, Topology
 from evenstep.core.text import one_of, whole_number
-from evenstep.errors import InputError
+from evenstep.errors import InputError, PlanError
 from evenstep.planning.packers import pack
 from evenstep.planning.planner import plan_step, step_size
 from evenstep.planning.units import segments_of
 
-__all__ = ["TokenBudgetBatcher", "pack_dataset"]
+__all__ = ["FixedCountBatcher", "TokenBudgetBatcher", "pack_dataset"]
 
 _Strategy = Literal["bfd", "bfd_split", "wrapped"]
 
@@ -65,11 +66,14 @@ def pack_dataset(
 class TokenBudgetBatcher(IterableDataset):  # type: ignore[misc]
     """Micro-batches of rollouts as they arrive: one row per process, each within the budget.
 
-    Each item is a list of `num_processes` rows, none empty, with similar Σ L(L+1). It holds the
-    next samples, as many as fit; a few later ones are read to find that out. Samples above the
-    budget are dropped with a warning, and so are the last ones if there are too few for all rows.
+    Each item is a list of `num_processes` rows, none empty. It holds the next samples, as many as
+    fit; a few later ones are read to find that out. Samples above the budget are dropped with a
+    warning, and so are the last ones if there are too few for all rows.
 
-    A row is a list of samples or, if TRL passes its `metrics`, a `TreeRow` of TRL.
+    A row is a list of samples or, if TRL passes its `metrics`, a `TreeRow` of TRL, in which a
+    prefix of several samples counts once. Rows are even by `cost`: by default Σ L(L+1) of lists,
+    and the time of an 8B model of `TreeRow`s. For other sizes, pass
+    `functools.partial(TokenBudgetBatcher, cost=Cost.of_config(model.config))` to TRL.
 
     >>> samples = [{"input_ids": [0] * n} for n in (6, 2, 4, 3, 5, 8)]
     >>> for rows in TokenBudgetBatcher(samples, num_processes=2, token_budget=8):
@@ -84,37 +88,36 @@ class TokenBudgetBatcher(IterableDataset):  # type: ignore[misc]
         num_processes: int,
         token_budget: int,
         metrics: Any = None,
+        cost: Cost | None = None,
     ) -> None:
         super().__init__()
-        self.dataset, self.metrics = dataset, metrics
+        self.dataset, self.metrics, self.cost = dataset, metrics, cost
         self.num_processes, self.token_budget = num_processes, token_budget
         self._recipe = Recipe(
             layout=Packed(max_tokens=token_budget),
             topology=Topology(dp=num_processes),
             steps=Steps(micro_batches=1),
-            cost=Cost(per_token=1, per_pair=1),
+            cost=Cost(per_token=1, per_pair=1) if cost is None else cost,
         )
 
     def __iter__(self) -> Iterator[list[Any]]:
         waiting: list[dict[str, Any]] = []
-        tokens = 0
+        room = total = self.num_processes * self.token_budget  # what may still fit
         for sample in self.dataset:
             if len(sample["input_ids"]) > self.token_budget:
                 self._drop(sample)
                 continue
             waiting.append(sample)
-            tokens += len(sample["input_ids"])
-            if tokens < self.num_processes * self.token_budget:
+            room -= len(sample["input_ids"])
+            if room > 0:
                 continue  # another sample may fit
-            size = step_size(_lengths(waiting), self._recipe, complete=False)
+            size = self._size(waiting, complete=False)
             if size is not None:
-                # As many samples as rows always fit, one in each.
-                size = max(size, self.num_processes)
                 yield self._rows(waiting[:size])
                 waiting = waiting[size:]
-                tokens = int(_lengths(waiting).sum())
+            room = total - self._used(waiting)
         while len(waiting) >= self.num_processes:
-            size = max(step_size(_lengths(waiting), self._recipe) or 0, self.num_processes)
+            size = self._size(waiting, complete=True) or 0
             yield self._rows(waiting[:size])
             waiting = waiting[size:]
         if waiting:
@@ -123,18 +126,40 @@ class TokenBudgetBatcher(IterableDataset):  # type: ignore[misc]
                 stacklevel=2,
             )
 
-    def _rows(self, samples: list[dict[str, Any]]) -> list[Any]:
-        plan = plan_step(_lengths(samples), self._recipe)
-        rows = [[samples[at] for at in np.sort(packs[0])] for packs in filled_packs(plan)]
+    def _used(self, samples: list[dict[str, Any]]) -> int:
+        """The slots that these samples take at least."""
         if self.metrics is None:
-            return rows
-        from trl.experimental.async_grpo.packing import TreeRow
+            return int(_lengths(samples).sum())
+        # A fork repeats one token.
+        shared = find_prefixes([sample["input_ids"] for sample in samples]).shared
+        unique = int(_lengths(samples).sum()) - int(np.maximum(shared - 1, 0).sum())
+        return max(unique, int(_trained(samples).sum()))
 
-        made = [TreeRow() for _ in rows]
-        for tree, row in zip(made, rows, strict=True):
-            for sample in row:
-                tree.add(sample)
-        return made
+    def _size(self, samples: list[dict[str, Any]], complete: bool) -> int | None:
+        """How many of these samples, from the first on, fit; None if more may fit."""
+        # As many samples as rows always fit, one in each.
+        if self.metrics is None:
+            size = step_size(_lengths(samples), self._recipe, complete=complete)
+            return None if size is None else max(size, self.num_processes)
+        if not complete and self._used(samples) < self.num_processes * self.token_budget:
+            return None
+        fits, too_many = self.num_processes, len(samples) + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self._tree_rows(samples[:middle]) is None:
+                too_many = middle
+            else:
+                fits = middle
+        return fits
+
+    def _rows(self, samples: list[dict[str, Any]]) -> list[Any]:
+        if self.metrics is not None:
+            return _tree_rows(self._tree_rows(samples))
+        plan = plan_step(_lengths(samples), self._recipe)
+        return [[samples[at] for at in np.sort(packs[0])] for packs in filled_packs(plan)]
+
+    def _tree_rows(self, samples: list[dict[str, Any]]) -> list[list[dict[str, Any]]] | None:
+        return _shared_rows(samples, self.num_processes, self.token_budget, self.cost)
 
     def _drop(self, sample: dict[str, Any]) -> None:
         warnings.warn(
@@ -144,6 +169,70 @@ class TokenBudgetBatcher(IterableDataset):  # type: ignore[misc]
         )
         if self.metrics is not None:
             self.metrics["batch/dropped_oversize_total"].append(1.0)
+
+
+class FixedCountBatcher(IterableDataset):  # type: ignore[misc]
+    """Micro-batches of `microbatch_size` rollouts: one `TreeRow` of TRL per process, none empty.
+
+    Rows are even by `cost`, by default the time of an 8B model. A group is divided between rows
+    where repeating its prefix takes less time than waiting for the slowest row.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[dict[str, Any]],
+        num_processes: int,
+        microbatch_size: int,
+        cost: Cost | None = None,
+    ) -> None:
+        super().__init__()
+        self.dataset, self.cost = dataset, cost
+        self.num_processes, self.microbatch_size = num_processes, microbatch_size
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        waiting: list[dict[str, Any]] = []
+        for sample in self.dataset:
+            waiting.append(sample)
+            if len(waiting) == self.microbatch_size:
+                budget = int(_lengths(waiting).sum())
+                yield _tree_rows(_shared_rows(waiting, self.num_processes, budget, self.cost))
+                waiting = []
+
+
+def _shared_rows(
+    samples: list[dict[str, Any]], ranks: int, budget: int, cost: Cost | None
+) -> list[list[dict[str, Any]]] | None:
+    """The samples of one row per rank, in which prefixes count once; None if they do not fit."""
+    recipe = Recipe(
+        layout=Packed(max_tokens=budget),
+        topology=Topology(dp=ranks),
+        steps=Steps(micro_batches=1),
+        cost=Cost.named("llama-3-8b") if cost is None else cost,
+        limits=Limits(columns={"trained": budget}),  # TRL limits the loss terms of a row as well
+    )
+    ids = [sample["input_ids"] for sample in samples]
+    columns = {"trained": _trained(samples)}
+    try:
+        plan = plan_step(_lengths(samples), recipe, columns=columns, prefixes=find_prefixes(ids))
+    except PlanError:
+        return None
+    # A node belongs to one of the samples that share it, so samples may appear several times.
+    return [[samples[at] for at in np.unique(packs[0])] for packs in filled_packs(plan)]
+
+
+def _tree_rows(rows: list[list[dict[str, Any]]] | None) -> list[Any]:
+    from trl.experimental.async_grpo.packing import TreeRow
+
+    assert rows is not None
+    trees = [TreeRow() for _ in rows]
+    for tree, row in zip(trees, rows, strict=True):
+        for sample in row:
+            tree.add(sample)
+    return trees
+
+
+def _trained(samples: list[dict[str, Any]]) -> IntArray:
+    return np.array([int(sample["completion_mask"].sum()) for sample in samples], np.int64)
 
 
 def _lengths(samples: list[dict[str, Any]]) -> IntArray:
