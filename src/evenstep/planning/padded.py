@@ -256,7 +256,9 @@ class _Divider:
         if n > FEW or self.ranks == 1:
             return best
         fixed = waves * problem.recipe.cost.per_micro_batch
-        goal = (problem.floor(waves) - fixed) * EVEN
+        # Few plans of more units reach their floor, which takes a while to compute.
+        floor = problem.floor(waves) if n <= TINY else problem.quick_floor(waves)
+        goal = (floor - fixed) * EVEN
         proved = best.time - fixed <= goal
         if n <= TINY and not proved:
             widest_first, least = np.arange(n)[::-1].copy(), best.time - fixed

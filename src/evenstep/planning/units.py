@@ -364,7 +364,8 @@ class Problem:
     def mean(self) -> float:
         """The work of all units divided by the ranks: a floor that is quick to compute."""
         shaped = self.recipe.layout.static or self.recipe.topology.equal_widths
-        cost = self.recipe.cost.of_lengths(self.aligned) if shaped else self.units.cost
+        cost = self.units.cost * (self.units.size if self.cut else 1)
+        cost = self.recipe.cost.of_lengths(self.aligned) if shaped else cost
         return float(cost.sum() + self.units.second.sum()) / self.ranks
 
     @cached_property
