@@ -237,7 +237,7 @@ class PlannedStream(Stream):
         self._loss_tokens: NDArray[np.integer] | None = None
         if loss_tokens is not None:
             self._loss_tokens = per_sample("loss_tokens", loss_tokens, count)
-        self._columns = {
+        self._columns: dict[str, NDArray[Any]] | None = {
             name: per_sample(name, values, count, whole=False)
             for name, values in (columns or {}).items()
         }
@@ -493,7 +493,7 @@ class PlannedStream(Stream):
         groups = self._groups
         return {
             "groups": None if groups is None else groups[sample_ids].astype(np.int64),
-            "columns": {name: column[sample_ids] for name, column in self._columns.items()},
+            "columns": {name: column[sample_ids] for name, column in (self._columns or {}).items()},
             "names": sample_ids,
         }
 
@@ -617,21 +617,19 @@ class PlannedStream(Stream):
         identity, per_sample = dict[str, Any](self._identity), {}
         if self._loss_tokens is not None:
             per_sample["loss_tokens"] = column_digest(self._loss_tokens, ALL_DIGESTED)
+        columns = self._columns
+        if columns is not None:
+            names = [name for name in self.recipe.columns if name in columns]
+            digests = {name: column_digest(columns[name], ALL_DIGESTED) for name in names}
+            identity["columns"] = digests
         return settings_digest(
             {
                 **identity,
-                **self._identity_of_columns,
                 "recipe": self.recipe.to_dict(),
                 "per sample": per_sample,
                 "end": [self.max_num_steps, self.infinite_loop],
             }
         )
-
-    @property
-    def _identity_of_columns(self) -> dict[str, Any]:
-        names = [name for name in self.recipe.columns if name in self._columns]
-        digests = {name: column_digest(self._columns[name], ALL_DIGESTED) for name in names}
-        return {"columns": digests}
 
     @cached_property
     def _identity(self) -> dict[str, str]:
@@ -803,6 +801,7 @@ class SavedPlanStream(PlannedStream):
         self._plan = plan
         recipe = recipe_on_fewer_ranks(plan.recipe, ranks)
         super().__init__(source, recipe, world=world, shuffle=False, **options)
+        self._columns = None  # the plan has been made of them
 
     @cached_property
     def _samples_by_step(self) -> Ragged:
@@ -863,10 +862,6 @@ class SavedPlanStream(PlannedStream):
     def _estimated_steps(self) -> Estimate:
         """The steps of the plan."""
         return Estimate(self._units, exact=True)
-
-    @property
-    def _identity_of_columns(self) -> dict[str, Any]:
-        return {}  # the plan has been made of them
 
     @cached_property
     def _identity_inside(self) -> dict[str, str]:
