@@ -236,8 +236,8 @@ def test_a_pool_that_is_missing_in_the_cursor_is_detected() -> None:
         def load_state_dict(self, state: Any, allow: Collection[str] = ()) -> None:
             super().load_state_dict(state, allow)
             assert self._loaded is not None
-            readers = {n: {**r, "waiting": []} for n, r in self._loaded["readers"].items()}
-            self._loaded = {**self._loaded, "readers": readers}
+            states = {n: replace(state, waiting=()) for n, state in self._loaded.states.items()}
+            self._loaded = replace(self._loaded, states=states)
 
     recipe = Recipe(layout=PACKED)
     with pytest.raises(ResumeError, match="after item 0, item 1 differs from"):

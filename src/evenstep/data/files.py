@@ -513,7 +513,7 @@ class Jsonl(RowSource):
     @property
     def has_tokens(self) -> bool:
         """Whether the first row is a sample as it is, with `input_ids`. Reads it."""
-        row = self._row(0) if len(self) else None
+        row: Any = self._row(0) if len(self) else {}
         return self._field_of(row) == "input_ids" and isinstance(row["input_ids"], list)
 
     def _place(self, shard: int, number: int) -> str:

@@ -2,7 +2,7 @@
 
     StreamPosition --next_step--> StepBounds --plan_step--> the plan of a step -> Step
 
-`EpochSteps` makes steps of a recipe and a seeded order, `PlanSteps` takes them from a saved plan.
+Steps are made of a recipe and a seeded order; those of a `SavedPlanStream` are in its plan.
 """
 
 from __future__ import annotations
@@ -127,302 +127,6 @@ class StepBounds(NamedTuple):
         return cls(at, StreamPosition(at.epoch, at.position + units, at.step + 1), last)
 
 
-# Steps of a recipe -------------------------------------------------------------------------------
-
-
-class EpochSteps:
-    """The steps that a recipe makes of a seeded order of all samples.
-
-    The order permutes units: samples or, with `groups`, groups of samples, numbered in order of
-    their first members. A step takes the next units. No more lengths are looked at than needed to
-    find where it ends.
-    """
-
-    def __init__(
-        self,
-        source: MeasuredSource,
-        recipe: Recipe,
-        order: EpochOrder,
-        groups: NDArray[np.integer] | None,
-        columns: Mapping[str, NDArray[Any]],
-        prefixes: Prefixes | None = None,
-    ) -> None:
-        self.source, self.recipe, self.order = source, recipe, order
-        self.groups, self.columns, self.prefixes = groups, columns, prefixes
-        self._members: Ragged | None = None  # the samples of each group
-        if groups is not None:
-            group, first = by_first_appearance(groups)
-            self._members = Ragged.group(group, len(first))
-            self.order = replace(order, count=len(first))
-        self._window = 64  # units to look at first; does not affect steps
-
-    def __len__(self) -> int:
-        """Units of an epoch."""
-        return self.order.count
-
-    def next_step(self, at: StreamPosition) -> StepBounds | None:
-        """The step that begins at a position; None at the end of the epoch."""
-        rest, samples = len(self) - at.position, self.recipe.steps.samples
-        if samples is not None and self.groups is None and self.recipe.overflow != "drop":
-            return StepBounds.of(at, min(samples, rest), samples >= rest) if rest else None
-        window = min(rest, samples or self._window)
-        while True:
-            sample_ids, ends = self._sample_ids(at, window)
-            size = step_size(
-                self.source.lengths_of(sample_ids),
-                self._recipe_at(at),
-                complete=window == rest,
-                **self._about(sample_ids),
-            )
-            if size == 0:
-                return None
-            if size is not None:
-                units = int(np.searchsorted(ends, size)) + 1
-                self._window = units + units // 4 + 64
-                if self.recipe.overflow == "drop" and self._all_dropped(at, units):
-                    units = rest  # the last step reports all that were dropped
-                return StepBounds.of(at, units, units == rest)
-            window = min(rest, 2 * window)
-
-    def _recipe_at(self, at: StreamPosition) -> Recipe:
-        """The recipe for the number of ranks that began the step at this position."""
-        return on_ranks(self.recipe, at.inside[0][0]) if at.inside else self.recipe
-
-    def _all_dropped(self, at: StreamPosition, units: int) -> bool:
-        """Whether everything after the next `units` units of the epoch is dropped."""
-        first, window, longest = at.position + units, 64, self.recipe.longest_segment
-        while first < len(self):
-            count = min(window, len(self) - first)
-            sample_ids, _ = self._sample_ids(replace(at, position=first), count)
-            if longest is None or (self.source.lengths_of(sample_ids) <= longest).any():
-                return False
-            first, window = first + count, 2 * window
-        return True
-
-    def _sample_ids(self, at: StreamPosition, units: int) -> tuple[IntArray, IntArray]:
-        """(sample ids of the next units, number of samples up to the end of each unit).
-
-        Groups 0: samples 0, 2 and 1: samples 1, 3; units [1, 0] -> [1, 3, 0, 2], [2, 4]
-        """
-        order = replace(self.order, epoch=at.epoch)
-        numbers = order.samples(at.position + np.arange(units))
-        if self._members is None:
-            return numbers, np.arange(1, units + 1)
-        begin = self._members.offsets[numbers]
-        sizes = self._members.offsets[numbers + 1] - begin
-        offsets = offsets_of(sizes)
-        inside = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
-        return self._members.values[np.repeat(begin, sizes) + inside], offsets[1:]
-
-    def _about(self, sample_ids: IntArray) -> dict[str, Any]:
-        """What plans take of each sample besides its length."""
-        groups = self.groups
-        return {
-            "groups": None if groups is None else groups[sample_ids].astype(np.int64),
-            "columns": {name: column[sample_ids] for name, column in self.columns.items()},
-            "names": sample_ids,
-        }
-
-    def _about_plan(self, sample_ids: IntArray) -> dict[str, Any]:
-        """What plans take of each sample besides its length, and what samples share."""
-        shared = None if self.prefixes is None else self.prefixes.take(sample_ids)
-        return {**self._about(sample_ids), "prefixes": shared}
-
-    def plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
-        """(the plan of a step for the ranks that began it, the ids of its samples)."""
-        at = bounds.before
-        sample_ids, _ = self._sample_ids(at, bounds.after.position - at.position)
-        lengths, about = self.source.lengths_of(sample_ids), self._about_plan(sample_ids)
-        return plan_step(lengths, self._recipe_at(at), last=bounds.last, **about), sample_ids
-
-    def deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
-        """What is left of a step, planned for this number of ranks. Its segments are those of the
-        first plan; a sample behind a shared prefix is whole again, and may share another one."""
-        micros = [micro for each in rest for micro in each]
-        if all(micro.is_empty for micro in micros):
-            return [rest[0]] * ranks
-        sample, start, length, lengths, ends = (
-            np.concatenate(column) for column in zip(*map(_whole_samples, micros), strict=True)
-        )
-        segments = Segments(sample, start, length)
-        # In the order of the step: ids [7, 3, 5], segments of 5, 7, 5 -> samples 2, 0, 2
-        by_id = np.argsort(sample_ids, kind="stable")
-        index = by_id[np.searchsorted(sample_ids, segments.sample, sorter=by_id)]
-        order = np.lexsort((segments.start, index))
-        segments, lengths, ends = segments.take(order), lengths[order], ends[order]
-        # Ranks need not get equally many segments of a rest: that is not possible in general.
-        recipe = on_ranks(replace(plan.recipe, steps=Steps(), equal_sizes=False), ranks)
-        try:
-            about = self._about_plan(segments.sample)
-            again = plan_step(segments.length, recipe, last=True, **about)
-        except PlanError as error:
-            raise PlanError(
-                f"the rest of a step that {len(rest)} ranks have begun cannot be planned for "
-                f"{ranks} ({error}) Resume on {len(rest)} ranks, or from a cursor between two "
-                f"steps."
-            ) from None
-
-        def with_segments(micro: MicroBatch) -> MicroBatch:
-            """A micro-batch of indices into `segments` -> a micro-batch of those segments."""
-            inside = micro.segments
-            at = inside.sample
-            start = segments.start[at] + inside.start
-            named = Segments(segments.sample[at], start, inside.length, inside.parent)
-            return replace(micro, segments=named, sample_lengths=lengths[at], truncated_to=ends[at])
-
-        return [[with_segments(micro) for micro in micros] for micros in again[0]]
-
-    def plan_epoch(self, epoch: int, progress: Progress | None = None) -> Plan:
-        """One plan of a whole epoch, whose samples are numbered in the epoch's order."""
-        sample_ids, _ = self._sample_ids(StreamPosition(epoch), len(self))
-        lengths = self.source.lengths_of(sample_ids)
-        plan = make_plan(lengths, self.recipe, progress=progress, **self._about_plan(sample_ids))
-        stored = np.array_equal(sample_ids, np.arange(len(sample_ids)))
-        return plan if stored else replace(plan, sample_ids=sample_ids)
-
-    def known_count(self, bounds: StepBounds) -> int | None:
-        """Micro-batches per rank of a step, if that is known without planning it: not of the last
-        step of an epoch, nor of one begun before."""
-        if bounds.last or bounds.before.inside:
-            return None
-        return self.recipe.steps.micro_batches
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """Order and groups."""
-        identity = {"order": self.order.description}
-        if self.groups is not None:
-            identity["groups"] = column_digest(self.groups)
-        return identity
-
-    @property
-    def steps_per_epoch(self) -> Estimate:
-        """Number of steps in an epoch; exact if steps are counted in samples."""
-        steps, samples = self.recipe.steps, len(self.source)
-        if steps.samples is not None:
-            exact = self.groups is None and self.recipe.overflow != "drop"
-            return Estimate(divided_up(samples, steps.samples), exact)
-        tokens = estimated_tokens(self.source)
-        if steps.tokens is not None:
-            return Estimate(divided_up(int(tokens), steps.tokens), False)
-        if steps.micro_batches is None:
-            return Estimate(int(samples > 0), True)
-        # About how many samples of the average length a micro-batch holds.
-        layout, unit = self.recipe.layout, self.recipe.topology.alignment
-        aligned = rounded_up(math.ceil(tokens / max(samples, 1)), unit)
-        slots, most = layout.pack_bounds(self.recipe, np.array([aligned]))
-        each = min(float(most[0]), math.inf if slots is None else slots / max(aligned, 1))
-        per_micro_batch = max(1.0, each * layout.packs_per_micro_batch)
-        per_step = steps.micro_batches * self.recipe.topology.dp
-        return Estimate(math.ceil(samples / (per_micro_batch * per_step)), False)
-
-
-def on_ranks(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe for another number of data-parallel ranks."""
-    return replace(recipe, topology=replace(recipe.topology, dp=ranks))
-
-
-# Steps of a saved plan ---------------------------------------------------------------------------
-
-
-class PlanSteps:
-    """The steps of a plan, the same in every epoch. A unit is a step.
-
-    On fewer ranks than planned, a rank runs the micro-batches of several: each wave of 4 ranks is
-    2 waves of 2 ranks. Nothing is planned again, also after a stop within a step.
-    """
-
-    def __init__(self, source: MeasuredSource, plan: Plan, ranks: int) -> None:
-        if plan.num_ranks % ranks:
-            divisors = [str(n) for n in range(1, plan.num_ranks + 1) if plan.num_ranks % n == 0]
-            raise ConfigError(
-                f"the plan is for {plan.num_ranks} ranks, and {ranks} does not divide them. Use "
-                f"{' or '.join(divisors)} ranks, or plan again for {ranks}."
-            )
-        count, ids = len(plan.lengths), plan.sample_ids
-        if count != len(source):
-            raise InputError(
-                f"the plan has {count} samples but the source has {len(source)}. Pass the source "
-                f"that the plan was made of."
-            )
-        if ids is not None and not np.array_equal(np.sort(ids), np.arange(count)):
-            raise InputError(
-                f"the ids of the {count} samples of the plan are not 0 to {count - 1}, each once. "
-                f"Plan a whole epoch."
-            )
-        self.source, self.plan, self.ranks = source, plan, ranks
-        self.recipe = recipe_on_fewer_ranks(plan.recipe, ranks)
-
-    @cached_property
-    def _samples(self) -> Ragged:
-        return samples_by_step(self.plan)
-
-    def __len__(self) -> int:
-        return self.plan.num_steps
-
-    def next_step(self, at: StreamPosition) -> StepBounds | None:
-        """One step; None at the end of the plan."""
-        if at.position >= len(self):
-            return None
-        return StepBounds.of(at, 1, at.position + 1 == len(self))
-
-    def plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
-        """(the step as planned, on the ranks that began it, the ids of its samples)."""
-        at = bounds.before
-        samples = self._samples[at.position]
-        ids = samples if self.plan.sample_ids is None else self.plan.sample_ids[samples]
-        lengths, planned = self.source.lengths_of(ids), self.plan.lengths[samples]
-        if not np.array_equal(lengths, planned):
-            first = np.flatnonzero(lengths != planned)[0]
-            raise InputError(
-                f"sample {ids[first]} has {lengths[first]} tokens, but the plan expects "
-                f"{planned[first]}. Pass the source that the plan was made of, or plan again."
-            )
-        plan = step_plan(self.plan, at.position, samples)
-        return on_fewer_ranks(plan, at.inside[0][0] if at.inside else self.ranks), ids
-
-    def deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
-        """Wave by wave: 1, 2 and 3 left on one rank -> [[1, 3], [2, empty]] on two."""
-        waves, last = zip(*rest, strict=True), plan[0, 0][-1]
-        left = [micro for wave in waves for micro in wave if not micro.is_empty]
-        count = rounded_up(max(divided_up(len(left), ranks), 1), self.recipe.topology.multiple)
-        empty = last.without(last.segments.sample.tolist())
-        left += [empty] * (ranks * count - len(left))
-        return [left[rank::ranks] for rank in range(ranks)]
-
-    def plan_epoch(self, epoch: int, progress: Progress | None = None) -> Plan:
-        """The plan itself."""
-        return self.plan
-
-    def known_count(self, bounds: StepBounds) -> int | None:
-        """Micro-batches per rank as the plan says, except for a step begun before."""
-        if bounds.before.inside:
-            return None
-        cell = bounds.before.position * self.plan.num_ranks
-        planned = self.plan.cell_offsets[cell + 1] - self.plan.cell_offsets[cell]
-        return int(planned) * self.plan.num_ranks // self.ranks
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """The plan, which determines everything."""
-        return {"plan": self.plan.fingerprint[:16]}
-
-    @property
-    def steps_per_epoch(self) -> Estimate:
-        """The steps of the plan."""
-        return Estimate(len(self), exact=True)
-
-
-def lengths_by_id(plan: Plan) -> IntArray:
-    """The planned length of every sample of the source."""
-    ids, count = plan.sample_ids, len(plan.lengths)
-    if ids is None or count == 0 or not 0 <= ids.min() <= ids.max() < count:
-        return plan.lengths
-    lengths = np.zeros(count, np.int64)
-    lengths[ids] = plan.lengths
-    return lengths
-
-
 # The stream ---------------------------------------------------------------------------------------
 
 
@@ -431,6 +135,11 @@ class EpochSize(NamedTuple):
 
     steps: int
     micro_batches: int
+
+
+def on_ranks(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe for another number of data-parallel ranks."""
+    return replace(recipe, topology=replace(recipe.topology, dp=ranks))
 
 
 def _whole_samples(micro: MicroBatch) -> tuple[IntArray, ...]:
@@ -524,18 +233,24 @@ class PlannedStream(Stream):
             on_error=on_error,
             fingerprint=fingerprint,
         )
-        count, per_column = len(measured), dict[str, NDArray[Any]]()
-        self._loss_tokens = group_ids = None
+        count = len(measured)
+        self._loss_tokens: NDArray[np.integer] | None = None
         if loss_tokens is not None:
             self._loss_tokens = per_sample("loss_tokens", loss_tokens, count)
+        self._columns: dict[str, NDArray[Any]] | None = {
+            name: per_sample(name, values, count, whole=False)
+            for name, values in (columns or {}).items()
+        }
+        self._prefixes = prefixes
+        self._order = EpochOrder(count=count, seed=self.seed, epoch=0, shuffle=self.shuffle)
+        self._groups: NDArray[np.integer] | None = None
+        self._members: Ragged | None = None  # the samples of each group
         if groups is not None:
-            group_ids = per_sample("groups", numbered(groups), count)
-        for name, values in (columns or {}).items():
-            per_column[name] = per_sample(name, values, count, whole=False)
-        order = EpochOrder(count=count, seed=self.seed, epoch=0, shuffle=self.shuffle)
-        self._steps: EpochSteps | PlanSteps = EpochSteps(
-            measured, recipe, order, group_ids, per_column, prefixes
-        )
+            self._groups = per_sample("groups", numbered(groups), count)
+            group, first = by_first_appearance(self._groups)
+            self._members = Ragged.group(group, len(first))
+            self._order = replace(self._order, count=len(first))
+        self._window = 64  # units to look at first; does not affect steps
         self.samples = SampleLookup(measured, on_error, self.seed)
         self._start = StreamPosition()
         self._checked = False
@@ -570,22 +285,16 @@ class PlannedStream(Stream):
         >>> [micro.segments.sample.tolist() for step in stream for micro in step.micro_batches]
         [[0, 1], [2, 3]]
         """
-        measured = as_measured(source, lengths_by_id(plan))
-        world = world_for(plan.recipe, None) if world is None else world
-        steps = PlanSteps(measured, plan, world.size)
-        stream = cls(
-            measured,
-            steps.recipe,
-            world=world,
-            shuffle=False,
+        return SavedPlanStream(
+            as_measured(source, lengths_by_id(plan)),
+            plan,
+            world_for(plan.recipe, None) if world is None else world,
             loss_tokens=loss_tokens,
             max_num_steps=max_num_steps,
             infinite_loop=infinite_loop,
             on_error=on_error,
             fingerprint=fingerprint,
         )
-        stream._steps = steps
-        return stream
 
     # Steps -------------------------------------------------------------------------------------
 
@@ -618,7 +327,7 @@ class PlannedStream(Stream):
         most = None if one_epoch else self.max_num_steps
         any_step = at.position > 0  # in the current epoch
         while most is None or at.step < most:
-            bounds = self._steps.next_step(at)
+            bounds = self._next_step(at)
             if bounds is not None:
                 yield bounds
                 at, any_step = bounds.after, True
@@ -645,13 +354,13 @@ class PlannedStream(Stream):
         for (_, done), ranks in zip(inside, following, strict=True):
             rest = [micros[done:] for micros in rest]
             if ranks != len(rest):
-                rest = self._steps.deal(rest, ranks, plan, sample_ids)
+                rest = self._deal(rest, ranks, plan, sample_ids)
         return rest
 
     def _steps_of_ranks(self, bounds: StepBounds, ranks: Iterable[int]) -> list[Step]:
         """A step for each of these ranks. Totals are over all ranks."""
         at, after = bounds.before, self.cursor(bounds.after)
-        plan, sample_ids = self._steps.plan_step(bounds)
+        plan, sample_ids = self._plan_step(bounds)
         rest = self._rest(at.inside, plan, sample_ids)
         recipe, over, whole = plan.recipe, plan.recipe.longest_segment, rest is None
         over_long = 0 if over is None else int((plan.lengths > over).sum())
@@ -714,6 +423,136 @@ class PlannedStream(Stream):
                 totals["groups"] = len(np.unique(plan.groups[run][labels > 0]))
         return totals
 
+    # What a step holds -------------------------------------------------------------------------
+
+    # The order permutes units: samples or, with `groups`, groups of samples, numbered in order of
+    # their first members. A step takes the next units. No more lengths are looked at than needed
+    # to find where it ends.
+
+    @property
+    def _units(self) -> int:
+        """Units of an epoch."""
+        return self._order.count
+
+    def _next_step(self, at: StreamPosition) -> StepBounds | None:
+        """The step that begins at a position; None at the end of the epoch."""
+        rest, samples = self._units - at.position, self.recipe.steps.samples
+        if samples is not None and self._groups is None and self.recipe.overflow != "drop":
+            return StepBounds.of(at, min(samples, rest), samples >= rest) if rest else None
+        window = min(rest, samples or self._window)
+        while True:
+            sample_ids, ends = self._sample_ids(at, window)
+            size = step_size(
+                self.source.lengths_of(sample_ids),
+                self._recipe_at(at),
+                complete=window == rest,
+                **self._about(sample_ids),
+            )
+            if size == 0:
+                return None
+            if size is not None:
+                units = int(np.searchsorted(ends, size)) + 1
+                self._window = units + units // 4 + 64
+                if self.recipe.overflow == "drop" and self._all_dropped(at, units):
+                    units = rest  # the last step reports all that were dropped
+                return StepBounds.of(at, units, units == rest)
+            window = min(rest, 2 * window)
+
+    def _recipe_at(self, at: StreamPosition) -> Recipe:
+        """The recipe for the number of ranks that began the step at this position."""
+        return on_ranks(self.recipe, at.inside[0][0]) if at.inside else self.recipe
+
+    def _all_dropped(self, at: StreamPosition, units: int) -> bool:
+        """Whether everything after the next `units` units of the epoch is dropped."""
+        first, window, longest = at.position + units, 64, self.recipe.longest_segment
+        while first < self._units:
+            count = min(window, self._units - first)
+            sample_ids, _ = self._sample_ids(replace(at, position=first), count)
+            if longest is None or (self.source.lengths_of(sample_ids) <= longest).any():
+                return False
+            first, window = first + count, 2 * window
+        return True
+
+    def _sample_ids(self, at: StreamPosition, units: int) -> tuple[IntArray, IntArray]:
+        """(sample ids of the next units, number of samples up to the end of each unit).
+
+        Groups 0: samples 0, 2 and 1: samples 1, 3; units [1, 0] -> [1, 3, 0, 2], [2, 4]
+        """
+        order = replace(self._order, epoch=at.epoch)
+        numbers = order.samples(at.position + np.arange(units))
+        if self._members is None:
+            return numbers, np.arange(1, units + 1)
+        begin = self._members.offsets[numbers]
+        sizes = self._members.offsets[numbers + 1] - begin
+        offsets = offsets_of(sizes)
+        inside = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+        return self._members.values[np.repeat(begin, sizes) + inside], offsets[1:]
+
+    def _about(self, sample_ids: IntArray) -> dict[str, Any]:
+        """What plans take of each sample besides its length."""
+        groups = self._groups
+        return {
+            "groups": None if groups is None else groups[sample_ids].astype(np.int64),
+            "columns": {name: column[sample_ids] for name, column in (self._columns or {}).items()},
+            "names": sample_ids,
+        }
+
+    def _about_plan(self, sample_ids: IntArray) -> dict[str, Any]:
+        """What plans take of each sample besides its length, and what samples share."""
+        shared = None if self._prefixes is None else self._prefixes.take(sample_ids)
+        return {**self._about(sample_ids), "prefixes": shared}
+
+    def _plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
+        """(the plan of a step for the ranks that began it, the ids of its samples)."""
+        at = bounds.before
+        sample_ids, _ = self._sample_ids(at, bounds.after.position - at.position)
+        lengths, about = self.source.lengths_of(sample_ids), self._about_plan(sample_ids)
+        return plan_step(lengths, self._recipe_at(at), last=bounds.last, **about), sample_ids
+
+    def _deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
+        """What is left of a step, planned for this number of ranks. Its segments are those of the
+        first plan; a sample behind a shared prefix is whole again, and may share another one."""
+        micros = [micro for each in rest for micro in each]
+        if all(micro.is_empty for micro in micros):
+            return [rest[0]] * ranks
+        sample, start, length, lengths, ends = (
+            np.concatenate(column) for column in zip(*map(_whole_samples, micros), strict=True)
+        )
+        segments = Segments(sample, start, length)
+        # In the order of the step: ids [7, 3, 5], segments of 5, 7, 5 -> samples 2, 0, 2
+        by_id = np.argsort(sample_ids, kind="stable")
+        index = by_id[np.searchsorted(sample_ids, segments.sample, sorter=by_id)]
+        order = np.lexsort((segments.start, index))
+        segments, lengths, ends = segments.take(order), lengths[order], ends[order]
+        # Ranks need not get equally many segments of a rest: that is not possible in general.
+        recipe = on_ranks(replace(plan.recipe, steps=Steps(), equal_sizes=False), ranks)
+        try:
+            about = self._about_plan(segments.sample)
+            again = plan_step(segments.length, recipe, last=True, **about)
+        except PlanError as error:
+            raise PlanError(
+                f"the rest of a step that {len(rest)} ranks have begun cannot be planned for "
+                f"{ranks} ({error}) Resume on {len(rest)} ranks, or from a cursor between two "
+                f"steps."
+            ) from None
+
+        def with_segments(micro: MicroBatch) -> MicroBatch:
+            """A micro-batch of indices into `segments` -> a micro-batch of those segments."""
+            inside = micro.segments
+            at = inside.sample
+            start = segments.start[at] + inside.start
+            named = Segments(segments.sample[at], start, inside.length, inside.parent)
+            return replace(micro, segments=named, sample_lengths=lengths[at], truncated_to=ends[at])
+
+        return [[with_segments(micro) for micro in micros] for micros in again[0]]
+
+    def _known_count(self, bounds: StepBounds) -> int | None:
+        """Micro-batches per rank of a step, if that is known without planning it: not of the last
+        step of an epoch, nor of one begun before."""
+        if bounds.last or bounds.before.inside:
+            return None
+        return self.recipe.steps.micro_batches
+
     # Position ----------------------------------------------------------------------------------
 
     @property
@@ -742,9 +581,9 @@ class PlannedStream(Stream):
             del identity["lengths"]
         cursor.check(identity)
         at = StreamPosition.of(cursor)
-        if not 0 <= at.position <= len(self._steps):
+        if not 0 <= at.position <= self._units:
             raise CursorError(
-                f"the cursor is at position {at.position}, but an epoch has {len(self._steps)} "
+                f"the cursor is at position {at.position}, but an epoch has {self._units} "
                 f"units, so it was taken from other data or groups. Restore them, or use a cursor "
                 f"of this stream."
             )
@@ -778,8 +617,8 @@ class PlannedStream(Stream):
         identity, per_sample = dict[str, Any](self._identity), {}
         if self._loss_tokens is not None:
             per_sample["loss_tokens"] = column_digest(self._loss_tokens, ALL_DIGESTED)
-        if isinstance(self._steps, EpochSteps):  # a plan has been made of its columns
-            columns = self._steps.columns
+        columns = self._columns
+        if columns is not None:
             names = [name for name in self.recipe.columns if name in columns]
             digests = {name: column_digest(columns[name], ALL_DIGESTED) for name in names}
             identity["columns"] = digests
@@ -797,13 +636,19 @@ class PlannedStream(Stream):
         """What a cursor belongs to. Ranks, layout and balance may change, because they do not
         affect which samples a step holds."""
         data = self._identity_of_data("samples", measured=True)
-        return {"stream": "planned", **data, **self._steps.identity}
+        return {"stream": "planned", **data, **self._identity_of_steps}
+
+    @property
+    def _identity_of_steps(self) -> dict[str, str]:
+        """Order and groups."""
+        identity = {"order": self._order.description}
+        if self._groups is not None:
+            identity["groups"] = column_digest(self._groups)
+        return identity
 
     @cached_property
     def _identity_inside(self) -> dict[str, str]:
         """What a cursor inside a step belongs to: there, only the ranks may change."""
-        if isinstance(self._steps, PlanSteps):
-            return self._identity
         recipe = self.recipe.to_dict()
         recipe["topology"] = {**recipe["topology"], "dp": None}
         return {**self._identity, "recipe": settings_digest(recipe)}
@@ -837,7 +682,7 @@ class PlannedStream(Stream):
         self, epochs: int = 1, *, drop_last: bool = False, progress: Progress | None = None
     ) -> list[int]:
         """Micro-batches per rank of the epochs 0, 1, ... as `epoch_size` counts them."""
-        units = len(self._steps)
+        units = self._units
         total = units * whole_number("epochs", epochs, least=0)
         counts = []
         for epoch in range(epochs):
@@ -856,16 +701,16 @@ class PlannedStream(Stream):
         """Count steps. Plans a step only if its number of micro-batches is not known otherwise."""
         num_steps = micro_batches = 0
         for bounds in steps:
-            count = None if drop_last else self._steps.known_count(bounds)
+            count = None if drop_last else self._known_count(bounds)
             if count is None:
-                plan, sample_ids = self._steps.plan_step(bounds)
+                plan, sample_ids = self._plan_step(bounds)
                 rest = self._rest(bounds.before.inside, plan, sample_ids)
                 count = len(rest[0]) if rest else int(plan.cell_offsets[1])
                 if drop_last and not rest and (np.diff(plan.segment_offsets) == 0).any():
                     count = 0
             num_steps, micro_batches = num_steps + (count > 0), micro_batches + count
             if progress is not None:
-                progress(bounds.after.position, len(self._steps))
+                progress(bounds.after.position, self._units)
         return EpochSize(num_steps, micro_batches)
 
     def plan_epoch(self, epoch: int = 0, *, progress: Progress | None = None) -> Plan:
@@ -874,19 +719,45 @@ class PlannedStream(Stream):
         Samples are numbered in the epoch's order; `plan.sample_ids` are their ids in the source.
         `progress(done, total)` is called after each step.
         """
-        return self._steps.plan_epoch(whole_number("epoch", epoch, least=0), progress)
+        at = StreamPosition(whole_number("epoch", epoch, least=0))
+        sample_ids, _ = self._sample_ids(at, self._units)
+        lengths, about = self.source.lengths_of(sample_ids), self._about_plan(sample_ids)
+        plan = make_plan(lengths, self.recipe, progress=progress, **about)
+        stored = np.array_equal(sample_ids, np.arange(len(sample_ids)))
+        return plan if stored else replace(plan, sample_ids=sample_ids)
 
     @property
     def steps_per_epoch(self) -> Estimate:
         """Number of steps in an epoch; exact if steps are counted in samples, and after
         `epoch_size` has counted the epoch of the start."""
         counted = self._sizes.get((self._start.epoch if self.shuffle else 0, False))
-        return self._steps.steps_per_epoch if counted is None else Estimate(counted.steps, True)
+        return self._estimated_steps if counted is None else Estimate(counted.steps, True)
+
+    @property
+    def _estimated_steps(self) -> Estimate:
+        """Number of steps in an epoch; exact if steps are counted in samples."""
+        steps, samples = self.recipe.steps, len(self.source)
+        if steps.samples is not None:
+            exact = self._groups is None and self.recipe.overflow != "drop"
+            return Estimate(divided_up(samples, steps.samples), exact)
+        tokens = estimated_tokens(self.source)
+        if steps.tokens is not None:
+            return Estimate(divided_up(int(tokens), steps.tokens), False)
+        if steps.micro_batches is None:
+            return Estimate(int(samples > 0), True)
+        # About how many samples of the average length a micro-batch holds.
+        layout, unit = self.recipe.layout, self.recipe.topology.alignment
+        aligned = rounded_up(math.ceil(tokens / max(samples, 1)), unit)
+        slots, most = layout.pack_bounds(self.recipe, np.array([aligned]))
+        each = min(float(most[0]), math.inf if slots is None else slots / max(aligned, 1))
+        per_micro_batch = max(1.0, each * layout.packs_per_micro_batch)
+        per_step = steps.micro_batches * self.recipe.topology.dp
+        return Estimate(math.ceil(samples / (per_micro_batch * per_step)), False)
 
     @property
     def steps_in_every_epoch(self) -> int | None:
         """Number of steps, if every epoch has the same and it is known without planning."""
-        estimate = self._steps.steps_per_epoch
+        estimate = self._estimated_steps
         return estimate.steps if estimate.exact else None
 
     @property
@@ -896,3 +767,112 @@ class PlannedStream(Stream):
             return self.recipe.steps.micro_batches
         bounds = self._bounds(StreamPosition(self._start.epoch), one_epoch=True)
         return self._count_steps(islice(bounds, 1)).micro_batches
+
+
+# Steps of a saved plan ---------------------------------------------------------------------------
+
+
+class SavedPlanStream(PlannedStream):
+    """The steps of a plan, the same in every epoch. A unit is a step.
+
+    On fewer ranks than planned, a rank runs the micro-batches of several: each wave of 4 ranks is
+    2 waves of 2 ranks. Nothing is planned again, also after a stop within a step.
+    """
+
+    def __init__(self, source: MeasuredSource, plan: Plan, world: World, **options: Any) -> None:
+        ranks = world.size
+        if plan.num_ranks % ranks:
+            divisors = [str(n) for n in range(1, plan.num_ranks + 1) if plan.num_ranks % n == 0]
+            raise ConfigError(
+                f"the plan is for {plan.num_ranks} ranks, and {ranks} does not divide them. Use "
+                f"{' or '.join(divisors)} ranks, or plan again for {ranks}."
+            )
+        count, ids = len(plan.lengths), plan.sample_ids
+        if count != len(source):
+            raise InputError(
+                f"the plan has {count} samples but the source has {len(source)}. Pass the source "
+                f"that the plan was made of."
+            )
+        if ids is not None and not np.array_equal(np.sort(ids), np.arange(count)):
+            raise InputError(
+                f"the ids of the {count} samples of the plan are not 0 to {count - 1}, each once. "
+                f"Plan a whole epoch."
+            )
+        self._plan = plan
+        recipe = recipe_on_fewer_ranks(plan.recipe, ranks)
+        super().__init__(source, recipe, world=world, shuffle=False, **options)
+        self._columns = None  # the plan has been made of them
+
+    @cached_property
+    def _samples_by_step(self) -> Ragged:
+        return samples_by_step(self._plan)
+
+    @property
+    def _units(self) -> int:
+        return self._plan.num_steps
+
+    def _next_step(self, at: StreamPosition) -> StepBounds | None:
+        """One step; None at the end of the plan."""
+        if at.position >= self._units:
+            return None
+        return StepBounds.of(at, 1, at.position + 1 == self._units)
+
+    def _plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
+        """(the step as planned, on the ranks that began it, the ids of its samples)."""
+        at = bounds.before
+        samples = self._samples_by_step[at.position]
+        ids = samples if self._plan.sample_ids is None else self._plan.sample_ids[samples]
+        lengths, planned = self.source.lengths_of(ids), self._plan.lengths[samples]
+        if not np.array_equal(lengths, planned):
+            first = np.flatnonzero(lengths != planned)[0]
+            raise InputError(
+                f"sample {ids[first]} has {lengths[first]} tokens, but the plan expects "
+                f"{planned[first]}. Pass the source that the plan was made of, or plan again."
+            )
+        plan = step_plan(self._plan, at.position, samples)
+        return on_fewer_ranks(plan, at.inside[0][0] if at.inside else self.world.size), ids
+
+    def _deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
+        """Wave by wave: 1, 2 and 3 left on one rank -> [[1, 3], [2, empty]] on two."""
+        waves, last = zip(*rest, strict=True), plan[0, 0][-1]
+        left = [micro for wave in waves for micro in wave if not micro.is_empty]
+        count = rounded_up(max(divided_up(len(left), ranks), 1), self.recipe.topology.multiple)
+        empty = last.without(last.segments.sample.tolist())
+        left += [empty] * (ranks * count - len(left))
+        return [left[rank::ranks] for rank in range(ranks)]
+
+    def plan_epoch(self, epoch: int = 0, *, progress: Progress | None = None) -> Plan:
+        """The plan itself."""
+        return self._plan
+
+    def _known_count(self, bounds: StepBounds) -> int | None:
+        """Micro-batches per rank as the plan says, except for a step begun before."""
+        if bounds.before.inside:
+            return None
+        cell = bounds.before.position * self._plan.num_ranks
+        planned = self._plan.cell_offsets[cell + 1] - self._plan.cell_offsets[cell]
+        return int(planned) * self._plan.num_ranks // self.world.size
+
+    @property
+    def _identity_of_steps(self) -> dict[str, str]:
+        """The plan, which determines everything."""
+        return {"plan": self._plan.fingerprint[:16]}
+
+    @property
+    def _estimated_steps(self) -> Estimate:
+        """The steps of the plan."""
+        return Estimate(self._units, exact=True)
+
+    @cached_property
+    def _identity_inside(self) -> dict[str, str]:
+        return self._identity
+
+
+def lengths_by_id(plan: Plan) -> IntArray:
+    """The planned length of every sample of the source."""
+    ids, count = plan.sample_ids, len(plan.lengths)
+    if ids is None or count == 0 or not 0 <= ids.min() <= ids.max() < count:
+        return plan.lengths
+    lengths = np.zeros(count, np.int64)
+    lengths[ids] = plan.lengths
+    return lengths

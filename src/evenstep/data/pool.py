@@ -140,7 +140,7 @@ class Pool:
 
     The pool fills until it holds `samples` samples and `tokens` tokens. Then one micro-batch is
     taken. It includes the oldest sample, so a sample waits for at most as many micro-batches as
-    there are samples in the pool. With `fullest` it includes a sample drawn by tokens (`leader`),
+    there are samples in the pool. With `fullest` it includes a sample that is drawn by tokens,
     which is the oldest in at least every other draw on average.
 
     samples         least number of samples before a micro-batch is taken

@@ -285,17 +285,6 @@ class PoolBatcher:
         taken = packs[0] if len(packs) == 1 else [entry for pack in packs for entry in pack]
         return micro_batch(layout.rows_of(packs), self.recipe), taken
 
-    def take_few(
-        self, waiting: list[Entry], step: int, most: int
-    ) -> tuple[MicroBatch, list[Entry]]:
-        """As `take`, when nothing will be added to `waiting`, but at most `most` entries."""
-        micro, taken = self.take(list(waiting), step, ending=True)
-        if len(taken) > most:
-            micro, taken = self.take(taken[:most], step, ending=True)
-        gone = {id(entry) for entry in taken}
-        waiting[:] = [entry for entry in waiting if id(entry) not in gone]
-        return micro, taken
-
     def _pack(self, waiting: list[Entry], step: int, left: list[int], ending: bool) -> list[Entry]:
         """Remove the next pack; `left` is what is left of each column. One column is a part of the
         selection. Of several, and with a cost, what would be selected without them comes first."""
@@ -480,12 +469,18 @@ class PoolReader:
 
     def _take(self, number: int, before: int) -> tuple[MicroBatch, list[Entry]]:
         """Remove the next micro-batch of a step from the pool; `before` precede it in the step."""
+        batcher, waiting = self._batcher, self._waiting
         if self._left is None or not self._ended:
-            return self._batcher.take(self._waiting, number, self._ended)
+            return batcher.take(waiting, number, self._ended)
         # Later steps need a sample each. A full step has `micro_batches` micro-batches.
-        later = (self._left - 1) * self._batcher.micro_batches - before
-        most = max(1, len(self._waiting) - max(0, later))
-        return self._batcher.take_few(self._waiting, number, most)
+        later = (self._left - 1) * batcher.micro_batches - before
+        most = max(1, len(waiting) - max(0, later))
+        micro, taken = batcher.take(list(waiting), number, ending=True)
+        if len(taken) > most:
+            micro, taken = batcher.take(taken[:most], number, ending=True)
+        gone = {id(entry) for entry in taken}
+        waiting[:] = [entry for entry in waiting if id(entry) not in gone]
+        return micro, taken
 
     # Reading -----------------------------------------------------------------------------------
 

@@ -88,7 +88,6 @@ class Stream(ABC):
         self.max_num_steps, self.on_error = max_num_steps, on_error
         self.infinite_loop = truth_value("infinite_loop", infinite_loop)
         self._data_name = fingerprint
-        self._restart()
 
     # Steps -------------------------------------------------------------------------------------
 
@@ -130,10 +129,12 @@ class Stream(ABC):
 
     # Position ----------------------------------------------------------------------------------
 
+    _now: Cursor | None = None  # after the last step that was yielded; None: at the start
+    _iterated = False  # since the start was set
+
     def _restart(self) -> None:
-        """Call it whenever the start is set."""
-        self._now: Cursor | None = None  # after the last step that was yielded; None: at the start
-        self._iterated = False  # since the start was set
+        """Called whenever the start is set."""
+        self._now, self._iterated = None, False
 
     @property
     @abstractmethod
