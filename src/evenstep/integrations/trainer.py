@@ -423,7 +423,7 @@ class RouterLoss:
         self._core = core = core_of(model)
         self._added_by_trainer = added_by_trainer  # from `outputs.aux_loss`
         names, config = ("num_experts_per_tok", "router_aux_loss_coef"), text_config(core)
-        settings = [getattr(core, name, getattr(config, name, None)) for name in names]
+        settings: list[Any] = [getattr(core, name, getattr(config, name, None)) for name in names]
         self._top_k, self._coefficient = settings
         # Of a step: how often experts are chosen, (layers, experts); on all ranks, its tokens and
         # micro-batches.

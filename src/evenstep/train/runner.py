@@ -527,12 +527,14 @@ class StepRun:
             if isinstance(item, Batch):
                 yield item, None, ()
                 continue
-            fed = item if isinstance(item, FedMicroBatch) else None
-            micro, samples = item if fed is None else (fed.micro, fed.samples)
-            if fed is not None:
+            born: Collection[float] | None = None
+            if isinstance(item, FedMicroBatch):
+                micro, samples, born = item.micro, item.samples, item.born.values()
                 self.fed = micro
-            elif self.step_loss.mode == "known":
-                checks.check_none_skipped(samples, self.step_loss)
+            else:
+                micro, samples = item
+                if self.step_loss.mode == "known":
+                    checks.check_none_skipped(samples, self.step_loss)
             self.example = next(iter(samples.values()), self.example)
             try:
                 batch = self.runner.collate(micro, samples)
@@ -543,7 +545,7 @@ class StepRun:
                     f"collated. Collate on the CPU and pass Runner(device=...), lower prefetch, or "
                     f"lower max_tokens."
                 ) from error
-            yield (batch, micro, ()) if fed is None else (batch, None, fed.born.values())
+            yield (batch, micro, ()) if born is None else (batch, None, born)
             self.fed = None
             del batch  # before the next one is made: prefetch + 1 are alive
 
