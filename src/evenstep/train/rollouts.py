@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from evenstep.core.plan import Plan
-from evenstep.core.prefixes import Prefixes, find_prefixes
+from evenstep.core.prefixes import find_prefixes
 from evenstep.core.ragged import IntArray, frozen, offsets_of, ranges_of
 from evenstep.core.recipe import Recipe, World, check_recipe
 from evenstep.core.step import Step
@@ -25,7 +25,6 @@ from evenstep.data.planned import PlannedStream
 from evenstep.data.source import LOSS_MASKS, check_masks_read, check_masks_spelt
 from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.planning.inputs import checked_groups
-from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
 
@@ -615,6 +614,9 @@ class RolloutBatch:
                     f"one number per row. Add it to the batch."
                 )
             columns[name] = tensor.numpy()
+        prefixes = None
+        if share_prefixes:
+            prefixes = find_prefixes([self[row]["input_ids"].numpy() for row in range(len(self))])
         stream = PlannedStream(
             Lengths(self.spans.run_lengths),
             recipe,
@@ -623,13 +625,11 @@ class RolloutBatch:
             shuffle=shuffle,
             groups=self.groups,
             columns=columns,
+            prefixes=prefixes,
         )
-        plans = [stream.plan_epoch(epoch) for epoch in range(whole_number("epochs", epochs))]
-        if share_prefixes:
-            rows = [self[row]["input_ids"].numpy() for row in range(len(self))]
-            plans = _sharing(plans, find_prefixes(rows))
+        count = whole_number("epochs", epochs)
         return RolloutPlan(
-            epochs=tuple(plans),
+            epochs=tuple(stream.plan_epoch(epoch) for epoch in range(count)),
             lengths=self.lengths,
             width=self.width,
             row_digests=self.row_digests,
@@ -734,22 +734,6 @@ def _scatter(values: Tensor, source: IntArray, target: IntArray, count: int, pad
     into, taken = (torch.from_numpy(index).to(values.device) for index in (target, source))
     restored = values.new_full((count, *values.shape[1:]), pad)
     return restored.index_copy(0, into, values.index_select(0, taken))
-
-
-def _sharing(plans: list[Plan], prefixes: Prefixes) -> list[Plan]:
-    """Plans of the same samples in the same order that share prefixes."""
-    shared = []
-    for plan in plans:
-        order = np.arange(len(prefixes)) if plan.sample_ids is None else plan.sample_ids
-        again = make_plan(
-            plan.lengths,
-            plan.recipe,
-            groups=plan.groups,
-            columns=plan.columns,
-            prefixes=prefixes.take(order),
-        )
-        shared.append(replace(again, sample_ids=plan.sample_ids))
-    return shared
 
 
 def _shape_of(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
