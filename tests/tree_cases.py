@@ -102,11 +102,11 @@ def random_case(seed: int, most: int = 40) -> TreeCase:
         overflow=overflow,
         groups=pick("micro_batch", "step") if groups is not None else "micro_batch",
     )
-    if rng.random() < 0.1:
+    if rng.random() < 0.1 and overflow == "error":
         whole = recipe.cost.of_lengths(np.array([longest + 2 * alignment]))[0]
-        most = 1.3 * float(whole) + recipe.cost.per_micro_batch
-        recipe = replace(recipe, limits=replace(recipe.limits, cost=most))
-    if rng.random() < 0.1:
+        limit = 1.3 * float(whole) + recipe.cost.per_micro_batch
+        recipe = replace(recipe, limits=replace(recipe.limits, cost=limit))
+    if rng.random() < 0.1 and overflow == "error":
         rounded = replace(recipe.layout, round_to=3)
         recipe = replace(recipe, layout=replace(rounded, max_tokens=budget // 3 * 3 + 12))
     return TreeCase(samples, recipe, groups, columns, find_prefixes(samples))
@@ -172,7 +172,7 @@ def faults_of(case: TreeCase, plan: Plan) -> list[str]:
                 if recipe.layout.samples and len(owners) > recipe.layout.samples:
                     faults.append(f"{len(owners)} samples")
                 if recipe.limits.cost is not None and not single:
-                    cost, spent = recipe.cost, recipe.cost.per_micro_batch
+                    cost, spent = recipe.cost, float(recipe.cost.per_micro_batch)
                     for i in range(len(segments)):
                         n = -(-int(segments.length[i]) // alignment) * alignment
                         p = int(segments.start[i]) if parent is not None and parent[i] >= 0 else 0

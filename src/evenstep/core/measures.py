@@ -192,7 +192,7 @@ class Floors:
         recipe, segments = plan.recipe, plan.whole_segments
         self.recipe, self.steps, sample = recipe, plan.num_steps, segments.sample
         starts = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]]
-        self.starts: IntArray = offsets_of(plan.own)[starts]
+        self.starts: IntArray = offsets_of(plan.own.astype(np.int64))[starts]
         self.aligned = rounded_up(segments.length, recipe.topology.alignment)
         self.whole_costs = recipe.cost.of_lengths(self.aligned)
         self.behind: IntArray | None = None

@@ -161,8 +161,8 @@ def grow_forest(segments: Segments, recipe: Recipe, prefixes: Prefixes) -> Fores
     cost, alignment = recipe.cost, recipe.topology.alignment
     if cost.per_segment > 0 or alignment > 1 or cost.per_token + cost.per_pair == 0:
         forks = _worth_sharing(_grow(forks, start, end), recipe)
-    columns, of_leaf, _, _ = _grow(forks, start, end)
-    return Forest(segments, order, forks, *columns, of_leaf)
+    nodes, of_leaf, _, _ = _grow(forks, start, end)
+    return Forest(segments, order, forks, nodes[0], nodes[1], nodes[2], of_leaf)
 
 
 def _worth_sharing(
