@@ -12,7 +12,7 @@ INSTALL := $(PIP) install -c constraints.txt
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-browser models docs reference check house format bench fuzz fuzz-resume coverage constraints clean
+.PHONY: help demo test test-slow test-browser models docs reference check house format bench fuzz fuzz-trees fuzz-resume coverage constraints clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -67,6 +67,9 @@ bench: .venv/.bench ## Run the benchmarks against peers (needs a C++ compiler)
 
 fuzz: .venv/.dev ## Make and check PLANS random plans (100000)
 	@$(BIN)/python -m tests.fuzz --plans $(PLANS)
+
+fuzz-trees: .venv/.dev ## Plan and check CASES random forests that share prefixes (20000)
+	@$(BIN)/python -m tests.fuzz --trees $(CASES)
 
 fuzz-resume: .venv/.dev ## Stop and resume CASES random streams of each kind (20000)
 	@$(BIN)/python -m tests.fuzz_resume --cases $(CASES)

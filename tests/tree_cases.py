@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,13 @@ def random_case(seed: int, most: int = 40) -> TreeCase:
         overflow=overflow,
         groups=pick("micro_batch", "step") if groups is not None else "micro_batch",
     )
+    if rng.random() < 0.1 and overflow == "error":
+        whole = recipe.cost.of_lengths(np.array([longest + 2 * alignment]))[0]
+        limit = 1.3 * float(whole) + recipe.cost.per_micro_batch
+        recipe = replace(recipe, limits=replace(recipe.limits, cost=limit))
+    if rng.random() < 0.1 and overflow == "error":
+        rounded = replace(recipe.layout, round_to=3)
+        recipe = replace(recipe, layout=replace(rounded, max_tokens=budget // 3 * 3 + 12))
     return TreeCase(samples, recipe, groups, columns, find_prefixes(samples))
 
 
@@ -161,6 +168,18 @@ def faults_of(case: TreeCase, plan: Plan) -> list[str]:
                 single = len(segments) == 1 and recipe.overflow == "alone"
                 if used > budget and not single:
                     faults.append(f"{used} slots of {budget}")
+                owners = {int(segments.sample[i]) for i in range(len(segments))}
+                if recipe.layout.samples and len(owners) > recipe.layout.samples:
+                    faults.append(f"{len(owners)} samples")
+                if recipe.limits.cost is not None and not single:
+                    cost, spent = recipe.cost, float(recipe.cost.per_micro_batch)
+                    for i in range(len(segments)):
+                        n = -(-int(segments.length[i]) // alignment) * alignment
+                        p = int(segments.start[i]) if parent is not None and parent[i] >= 0 else 0
+                        spent += cost.per_token * n + cost.per_pair * ((p + n) ** 2 - p**2)
+                        spent += cost.per_segment
+                    if spent > recipe.limits.cost * (1 + 1e-9):
+                        faults.append(f"a cost of {spent}")
                 if gathered > (recipe.limits.gathered or 8 * budget):
                     faults.append(f"{gathered} gathered keys")
                 held = {int(s) for s in segments.sample}

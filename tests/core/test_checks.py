@@ -66,6 +66,12 @@ class Fault:
     spoil: Callable[[Plan], Plan]
     arguments: dict[str, Any] = field(default_factory=dict)
 
+    def plan(self) -> Plan:
+        """The plan that `spoil` breaks."""
+        lengths = [9, 1, 1, 1, 1, 1, 1, 1] if self.check == "sizes_equal" else LENGTHS
+        lengths = TREE_LENGTHS if "prefixes" in self.arguments else lengths
+        return make_plan(lengths, self.recipe, **self.arguments)
+
 
 def swap_samples(plan: Plan) -> Plan:
     """Swap whole samples, with their lengths, between steps or micro-batches."""
@@ -116,7 +122,7 @@ def an_empty_step(plan: Plan) -> Plan:
 # Two prompts of 4 and 3 tokens, one with a branch of its own: nodes 0, 2 and 5 are shared.
 #   segment  0         1         2         3         4         5         6         7
 #   tokens   0: 0-2    0: 2-5    1: 2-5    1: 5-7    2: 5-8    3: 0-1    3: 1-3    4: 1-5
-TREES = {"prefixes": Prefixes([0, 1, 2, 3, 4], [0, 3, 6, 0, 2])}
+TREES = {"prefixes": Prefixes(np.arange(5), np.array([0, 3, 6, 0, 2]))}
 TREE_LENGTHS = [5, 7, 8, 3, 5]
 one_pack = Recipe(layout=Packed(max_tokens=32))
 
@@ -500,9 +506,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 def test_a_fault_is_found_by_the_check_that_is_named_for_it(fault: Fault) -> None:
-    lengths = [9, 1, 1, 1, 1, 1, 1, 1] if fault.check == "sizes_equal" else LENGTHS
-    lengths = TREE_LENGTHS if "prefixes" in fault.arguments else lengths
-    plan = make_plan(lengths, fault.recipe, **fault.arguments)
+    plan = fault.plan()
     assert violations(plan) == []
     spoiled = fault.spoil(plan)
     assert any(found.startswith(f"{fault.check}: ") for found in violations(spoiled))

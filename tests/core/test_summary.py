@@ -54,8 +54,7 @@ def test_an_empty_plan_shows_that_it_is_empty() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 def test_a_broken_plan_still_prints(fault: Fault) -> None:
-    lengths = [9, 1, 1, 1, 1, 1, 1, 1] if fault.check == "sizes_equal" else LENGTHS
-    shown = repr(fault.spoil(make_plan(lengths, fault.recipe, **fault.arguments)))
+    shown = repr(fault.spoil(fault.plan()))
     assert shown.startswith("Plan(")
     assert "\n" not in shown
     assert ("offsets do not nest" in shown) == (fault.check == "offsets_nest")

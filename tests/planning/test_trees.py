@@ -1,5 +1,8 @@
 """Plans in which samples share their prefixes."""
 
+import pickle
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,3 +178,56 @@ def test_the_naive_checker_sees_damage() -> None:
 
 def _rest(case: TreeCase) -> tuple[Any, ...]:
     return case.recipe, case.groups, case.columns, case.prefixes
+
+
+def test_a_plan_file_carries_the_tree_and_its_prefixes(tmp_path: Path) -> None:
+    lengths, prefixes = [8, 9, 7], Prefixes(np.array([2, 0, 1]), np.array([0, 5, 6]))
+    recipe = Recipe(layout=Packed(max_tokens=64))
+    plan, apart = make_plan(lengths, recipe, prefixes=prefixes), make_plan(lengths, recipe)
+    plan.save(tmp_path / "plan")
+    again = Plan.load(tmp_path / "plan")
+    assert again == plan
+    assert again.fingerprint == plan.fingerprint
+    assert again.segments.parent is not None
+    assert again.prefixes is not None
+    assert again.prefixes.order.tolist() == [2, 0, 1]
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    # Another parent is another plan; a plan without trees has no columns for them.
+    others = replace(plan.segments, parent=np.where(plan.segments.parent == 1, 0, -1))
+    assert replace(plan, segments=others) != plan
+    assert replace(plan, segments=others).fingerprint != plan.fingerprint
+    assert b"parent" not in apart.to_bytes()
+    assert b"prefix" not in apart.to_bytes()
+    assert "gathered" not in apart.recipe.to_dict()["limits"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prefixes", "message"),
+    [
+        ([8, 8], Prefixes(np.array([0, 0]), np.array([0, 3])), r"each of the samples 0 to 1 once"),
+        ([8, 8], Prefixes(np.array([1, 0]), np.array([0, 9])), r"sample 0 cannot share 9 tokens"),
+        ([8, 8, 8], Prefixes(np.array([1, 0]), np.array([0, 3])), r"2 samples .* for 3 samples"),
+        (
+            [80, 90],
+            Prefixes(np.array([0, 1]), np.array([0, 70])),
+            r"sample 0 has 80 tokens",
+        ),
+    ],
+)
+def test_wrong_prefixes_are_one_error(lengths: Any, prefixes: Prefixes, message: str) -> None:
+    with pytest.raises(EvenstepError, match=message):
+        make_plan(lengths, Recipe(layout=Packed(max_tokens=64)), prefixes=prefixes)
+
+
+def test_a_last_step_of_micro_batches_has_no_more_than_asked() -> None:
+    # Few keys may be gathered, so that trees would need more micro-batches than samples alone.
+    lengths, groups = np.full(12, 20), np.repeat(np.arange(6), 2)
+    recipe = Recipe(
+        layout=Packed(max_tokens=60),
+        steps=Steps(micro_batches=4),
+        limits=Limits(gathered=40),
+    )
+    prefixes = Prefixes.of_groups(groups, np.full(12, 10))
+    plan = make_plan(lengths, recipe, prefixes=prefixes)
+    assert_valid_plan(plan)
+    assert np.diff(plan.cell_offsets).max() <= 4

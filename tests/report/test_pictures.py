@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from evenstep import Cost, Packed, Padded, Plan, Recipe, Topology
+from evenstep import Cost, Packed, Padded, Plan, Prefixes, Recipe, Topology, make_plan
 from evenstep.report import (
     Entry,
     comparison_page,
@@ -277,3 +277,17 @@ def test_shades_grow_with_length(low: int, high: int) -> None:
     shades = [shading.shade(length) for length in np.linspace(low, high, 50)]
     assert shades == sorted(shades)
     assert 0 <= min(shades) <= max(shades) < SHADES
+
+
+def test_segments_that_others_share_are_marked() -> None:
+    prefixes = Prefixes.of_groups([0, 0, 0, 1], [100, 100, 100, 10])
+    lengths, budget = [150, 160, 170, 80], recipe(Packed(max_tokens=500), 1)
+    shared = make_plan(lengths, budget, prefixes=prefixes)
+    bars = bars_of(shared, 0, 0.0, 0.0)
+    assert bars.shared.tolist() == [not own for own in shared.own[: len(bars)].tolist()]
+    assert bars.shared.sum() == 1
+    svg, apart = plan_picture(shared), plan_picture(make_plan(lengths, budget))
+    ET.fromstring(svg)
+    assert "shared prefix" in words(svg)
+    assert 'class="shared"' in svg
+    assert "shared" not in apart

@@ -35,6 +35,7 @@ def compare(
     strategy: StrategyOption = None,
     column: options.Column = None,
     groups: options.Groups = None,
+    prompts: options.Prompts = None,
     picture: options.Picture = None,
     json: options.Json = False,
 ) -> None:
@@ -63,7 +64,7 @@ def compare(
         set_, max_tokens=max_tokens, ranks=ranks, samples_per_step=samples_per_step
     )
     with progress(f"Reading {called(lengths)}"):
-        job = load_job(lengths, config, overrides, column, groups, model, from_)
+        job = load_job(lengths, config, overrides, column, groups, model, from_, prompts)
     own = [own_strategy(text, job) for text in strategy or []]
     strategies = refuse_duplicates([*built_in_strategies(job), *own])
     refuse_too_long(job, strategies)

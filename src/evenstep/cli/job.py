@@ -34,10 +34,16 @@ class Job:
             return self
         segments, _ = segments_of(lengths, longest, overflow)
         kept = self.samples.take(segments.sample)
-        return Job(replace(kept, lengths=segments.length), self.recipe)
+        return Job(replace(kept, lengths=segments.length, prefixes=None), self.recipe)
 
-    def plan(self, recipe: Recipe, progress: Callable[[int, int], None] | None = None) -> Plan:
-        """Plan the samples with a recipe, the job's own or another."""
+    def plan(
+        self,
+        recipe: Recipe,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        share: bool = False,
+    ) -> Plan:
+        """Plan the samples with a recipe, the job's own or another; `share` their prefixes."""
         from evenstep import make_plan
 
         made = make_plan(
@@ -45,6 +51,7 @@ class Job:
             recipe,
             groups=self.samples.groups,
             columns=self._columns(recipe),
+            prefixes=self.samples.prefixes if share else None,
             progress=progress,
         )
         return made if self.samples.ids is None else replace(made, sample_ids=self.samples.ids)
@@ -69,6 +76,7 @@ class Job:
             seed=seed,
             groups=self.samples.groups,
             columns=self._columns(self.recipe),
+            prefixes=self.samples.prefixes,
         )
         return stream.plan_epoch(epoch, progress=progress)
 
@@ -85,6 +93,7 @@ def load_job(
     groups: str | None,
     model: str | None,
     dialect: str | None,
+    prompts: str | None = None,
 ) -> Job:
     """Read lengths and recipe; a saved plan gives both, and overrides change its recipe."""
     source = Input.at(path)
@@ -94,9 +103,10 @@ def load_job(
         raise ConfigError(f"--from {dialect} has no effect without --config. Name the file.")
     recipe = load_recipe(config, overrides, base, model, dialect)
     if saved is None:
-        return Job(read_samples(source, column, groups, list(recipe.columns)), recipe)
-    if column or groups:
+        return Job(read_samples(source, column, groups, list(recipe.columns), prompts), recipe)
+    if column or groups or prompts:
         raise InputError(
-            f"{path} is a saved plan with its own lengths and groups. Remove --column and --groups."
+            f"{path} is a saved plan with its own lengths and groups. Remove "
+            f"{'--column and --groups' if not prompts else '--column, --groups and --prompts'}."
         )
     return Job(samples_of(saved), recipe)

@@ -88,6 +88,14 @@ Groups: TypeAlias = Annotated[
     str | None,
     typer.Option(help="Column of the group ids.", metavar="NAME", show_default=False),
 ]
+Prompts: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Column of the prompt lengths: samples of one group share their prompt (--groups).",
+        metavar="NAME",
+        show_default=False,
+    ),
+]
 Seed: TypeAlias = Annotated[
     int | None,
     typer.Option(

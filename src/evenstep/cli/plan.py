@@ -22,6 +22,7 @@ def plan(
     model: options.Model = None,
     column: options.Column = None,
     groups: options.Groups = None,
+    prompts: options.Prompts = None,
     seed: options.Seed = None,
     epoch: options.Epoch = None,
     out: options.Out = None,
@@ -45,12 +46,12 @@ def plan(
         set_, max_tokens=max_tokens, ranks=ranks, samples_per_step=samples_per_step
     )
     with progress(f"Reading {called(lengths)}"):
-        job = load_job(lengths, config, overrides, column, groups, model, from_)
+        job = load_job(lengths, config, overrides, column, groups, model, from_, prompts)
     with progress("Planning") as advance:
         if in_order:
             made = job.plan_epoch(seed or 0, epoch or 0, advance)
         else:
-            made = job.plan(job.recipe, advance)
+            made = job.plan(job.recipe, advance, share=True)
         assert_valid(made)
     with progress("Measuring") as advance:
         stats = made.stats(progress=advance)

@@ -15,6 +15,7 @@ from evenstep.cli import columns as tables
 from evenstep.cli.input import Input
 from evenstep.core.plan import Plan
 from evenstep.core.plan_file import MAGIC
+from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import IntArray
 from evenstep.data.files import list_lengths
 from evenstep.errors import FileError, InputError
@@ -30,21 +31,24 @@ _TABLES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """Per-sample columns: lengths, optional groups, optional limit columns."""
+    """Per-sample columns: lengths, optional groups, limit columns and shared prefixes."""
 
     lengths: NDArray[Any]
     groups: IntArray | None = None
     columns: Mapping[str, IntArray] = field(default_factory=dict)
     ids: IntArray | None = None
     """Ids of the samples in a source, if a saved plan has another order."""
+    prefixes: Prefixes | None = None
 
     def take(self, which: slice | IntArray) -> Samples:
         """Only these samples."""
+        numbers = np.arange(len(self.lengths))[which]
         return Samples(
             self.lengths[which],
             None if self.groups is None else self.groups[which],
             {name: column[which] for name, column in self.columns.items()},
             None if self.ids is None else self.ids[which],
+            None if self.prefixes is None else self.prefixes.take(numbers),
         )
 
 
@@ -68,18 +72,27 @@ def saved_plan(source: Input) -> Plan | None:
 
 def samples_of(plan: Plan) -> Samples:
     """The samples of a plan."""
-    return Samples(plan.lengths, plan.groups, plan.columns, plan.sample_ids)
+    return Samples(plan.lengths, plan.groups, plan.columns, plan.sample_ids, plan.prefixes)
 
 
 def read_samples(
-    source: Input, column: str | None, groups: str | None, extra: Sequence[str]
+    source: Input,
+    column: str | None,
+    groups: str | None,
+    extra: Sequence[str],
+    prompts: str | None = None,
 ) -> Samples:
     """Read an input by its suffix; unknown suffixes are text. `extra` names limit columns."""
+    if prompts and not groups:
+        raise InputError(
+            f"--prompts {prompts} gives the lengths of prompts, but not which samples share one. "
+            f"Name the column of the prompts' ids: --groups."
+        )
     path = source.path
     suffix = source.suffix
     try:
         if suffix in _TABLES:
-            samples = _from_table(source, column or "length", groups, extra)
+            samples = _from_table(source, column or "length", groups, extra, prompts)
         else:
             _refuse_columns(path, column, groups, extra)
             samples = Samples(_read_npy(source) if suffix == ".npy" else _read_text(source))
@@ -98,15 +111,23 @@ def read_samples(
     return samples
 
 
-def _from_table(source: Input, column: str, groups: str | None, extra: Sequence[str]) -> Samples:
-    names = list(dict.fromkeys([column, *([groups] if groups else []), *extra]))
+def _from_table(
+    source: Input,
+    column: str,
+    groups: str | None,
+    extra: Sequence[str],
+    prompts: str | None,
+) -> Samples:
+    names = list(dict.fromkeys([column, *filter(None, (groups, prompts)), *extra]))
     path = source.path
     table = _TABLES[source.suffix](source, names)
-    return Samples(
-        _lengths(path, column, table[column]),
-        tables.group_ids(path, groups, table[groups]) if groups else None,
-        {name: tables.integers(path, name, table[name]) for name in extra},
-    )
+    lengths, prefixes = _lengths(path, column, table[column]), None
+    ids = tables.group_ids(path, groups, table[groups]) if groups else None
+    if prompts and ids is not None:
+        prefixes = Prefixes.of_groups(ids, tables.integers(path, prompts, table[prompts]))
+        prefixes.check(lengths)
+    limited = {name: tables.integers(path, name, table[name]) for name in extra}
+    return Samples(lengths, ids, limited, prefixes=prefixes)
 
 
 def _lengths(path: Path, column: str, values: Any) -> IntArray:

@@ -20,6 +20,7 @@ from evenstep.report import Entry
 
 TODAY = "padded batches of 8"
 OWN = "your settings"
+SHARED = "prompts shared"  # your settings, with prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,14 @@ class Strategy:
     """A name and the overrides it applies to the shared recipe.
 
     `longest` is for a strategy without a budget: samples above it are split, truncated or dropped
-    first, as the recipe says, so that every strategy runs the same tokens.
+    first, as the recipe says, so that every strategy runs the same tokens. `share` is for one that
+    computes shared prefixes once.
     """
 
     name: str
     overrides: tuple[str, ...]
     longest: int | None = None
+    share: bool = False
 
     def job(self, job: Job) -> Job:
         """The job with the samples that this strategy plans."""
@@ -103,6 +106,7 @@ def built_in_strategies(job: Job) -> list[Strategy]:
     return [
         Strategy(TODAY, today, recipe.longest_segment),
         Strategy(OWN, ()),
+        *([] if job.samples.prefixes is None else [Strategy(SHARED, (), share=True)]),
         Strategy("padded to longest", (*padded, f"layout.pad_to={widest}")),
         Strategy("dynamic, greedy", (*padded, "layout.cut=greedy")),
         Strategy("dynamic, optimal", padded),
@@ -148,7 +152,7 @@ def run(job: Job, strategy: Strategy, progress: Callable[[int, int], None] | Non
     try:
         recipe = recipe_from(overridden(job.recipe.to_dict(), strategy.overrides))
         began, compiled = time.perf_counter(), compile_seconds()
-        plan = job.plan(recipe, progress)
+        plan = job.plan(recipe, progress, share=strategy.share)
         seconds = time.perf_counter() - began - (compile_seconds() - compiled)
     except (ConfigError, PlanError) as error:
         return Entry(strategy.name, fault=str(error))

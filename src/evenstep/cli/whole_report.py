@@ -12,7 +12,7 @@ from evenstep import make_plan
 from evenstep.cli.job import Job
 from evenstep.cli.run_folder import read_run
 from evenstep.cli.samples import samples_of
-from evenstep.cli.strategies import OWN, TODAY, built_in_strategies, run
+from evenstep.cli.strategies import OWN, SHARED, TODAY, built_in_strategies, run
 from evenstep.core.checks import assert_valid
 from evenstep.core.plan import Plan, join_plans
 from evenstep.core.ragged import IntArray
@@ -24,7 +24,7 @@ from evenstep.report.run_log import typical_error
 from evenstep.report.suggestions import of_error, of_ranks, of_waiting
 from evenstep.screen import progress
 
-_SIDE_BY_SIDE = (TODAY, OWN, "dynamic, optimal", "packed, even")
+_SIDE_BY_SIDE = (TODAY, OWN, SHARED, "dynamic, optimal", "packed, even")
 _MOST_SAMPLES = 100_000  # that strategies are compared on
 
 
@@ -38,7 +38,7 @@ def of_plan(path: Path) -> Report:
     return Report(
         title=f"Report on {path.name}",
         plan=plan,
-        own=OWN,
+        own=_own(plan),
         entries=entries,
         advice=_advised(plan),
         notes=notes,
@@ -60,9 +60,9 @@ def of_run(folder: Path) -> Report:
     return Report(
         title=f"Report on {folder.resolve().name}",
         plan=plan,
-        own=OWN,
+        own=_own(plan),
         entries=entries,
-        runs={OWN: log},
+        runs={_own(plan): log},
         advice=[*measured, *_advised(plan)],
         notes=[*found.notes, *notes],
     )
@@ -84,10 +84,15 @@ def _compared(plan: Plan, epochs: IntArray) -> tuple[list[Entry], list[str]]:
             continue
         with progress(f"Planning: {strategy.name}") as advance:
             entry = _joined([run(job, strategy, advance) for job in jobs])
-        if strategy.name == OWN and len(which) == len(plan.lengths):
-            entry = Entry(OWN, plan, entry.seconds)
+        if strategy.name == _own(plan) and len(which) == len(plan.lengths):
+            entry = Entry(strategy.name, plan, entry.seconds)
         entries.append(entry)
     return entries, notes
+
+
+def _own(plan: Plan) -> str:
+    """The strategy that made the plan."""
+    return OWN if plan.prefixes is None else SHARED
 
 
 def _joined(entries: list[Entry]) -> Entry:

@@ -473,6 +473,12 @@ class StepFloor:
     second work of each unit, in the unit of the cost. Rows of a padded layout are segments, also
     where groups share a micro-batch.
 
+    Samples that share prefixes are units too: with the tokens that they do not share with the
+    sample before them in the order of their prefixes, `behind` those that they can. Proof. Of some
+    samples in a micro-batch, each computes at least the tokens that it does not share with the one
+    of them before it. These are no fewer than with all samples between them, and what tokens cost
+    grows with the number before them.
+
     >>> from evenstep import Packed, Recipe, Topology
     >>> recipe = Recipe(layout=Packed(max_tokens=10), topology=Topology(dp=2))
     >>> StepFloor(recipe, np.array([9, 6, 6])).time(per_rank=2)
@@ -486,6 +492,7 @@ class StepFloor:
         unit_of: IntArray | None = None,
         second: FloatArray | None = None,
         starts: IntArray | None = None,
+        behind: IntArray | None = None,
     ) -> None:
         self.recipe, layout, cost = recipe, recipe.layout, recipe.cost
         if unit_of is None or layout.segments_per_row is not None:
@@ -500,7 +507,8 @@ class StepFloor:
         by_step = np.argsort(step, kind="stable")
         present = np.arange(in_step.max(initial=0)) < in_step[:, None]
         length = aligned.astype(np.float64)  # a square may not fit 64 bits
-        attended = cost.per_pair * length * length + cost.per_segment
+        seen = length if behind is None else length + 2.0 * behind
+        attended = cost.per_pair * length * seen + cost.per_segment
         columns = [size, np.bincount(unit_of, minlength=units), sum_by(unit_of, attended, units)]
         rows: list[NDArray[Any]] = []
         for column in columns if second is None else [*columns, second]:

@@ -23,6 +23,7 @@ from evenstep.core.layout import Padded
 from evenstep.core.ragged import (
     FloatArray,
     IntArray,
+    Segments,
     divided_up,
     offsets_of,
     rounded_up,
@@ -173,7 +174,7 @@ def time_parts(plan: Plan, second_work: SecondWork | None = None) -> TimeParts:
     """
     cost, ranks = plan.recipe.cost, plan.num_ranks
     first, *second = [float(work.sum()) / ranks for work in works_of(plan, second_work)]
-    tokens = float(cost.of_lengths(plan.segments.length).sum())
+    tokens = float(cost.of_lengths(plan.segments.length, plan.segments.behind).sum())
     work = min(first, (tokens + cost.per_micro_batch * plan.num_micro_batches) / ranks)
     total = float(step_times(plan, second_work=second_work).sum())
     waiting = max(0.0, total - first - sum(second))
@@ -188,11 +189,21 @@ class Floors:
     """
 
     def __init__(self, plan: Plan) -> None:
-        recipe, sample = plan.recipe, plan.segments.sample
-        self.recipe, self.steps = recipe, plan.num_steps
-        self.starts: IntArray = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]]
-        self.aligned = plan.aligned_lengths
-        self.costs = recipe.cost.of_lengths(self.aligned)
+        recipe, segments = plan.recipe, plan.whole_segments
+        self.recipe, self.steps, sample = recipe, plan.num_steps, segments.sample
+        starts = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]]
+        self.starts: IntArray = offsets_of(plan.own.astype(np.int64))[starts]
+        self.aligned = rounded_up(segments.length, recipe.topology.alignment)
+        self.whole_costs = recipe.cost.of_lengths(self.aligned)
+        self.behind: IntArray | None = None
+        if plan.prefixes is not None:
+            # What a sample can share with others of its step is no work of its own.
+            step = np.repeat(np.arange(self.steps), np.diff(self.starts))
+            order, forks = plan.prefixes.forks(segments, step)
+            self.behind = np.empty_like(forks)
+            self.behind[order] = forks
+            self.aligned = segments.length - self.behind
+        self.costs = recipe.cost.of_lengths(self.aligned, self.behind)
         self.second = second_costs(plan)
         self.groups: IntArray | None = None
         if plan.groups is not None and recipe.groups == "micro_batch":
@@ -200,7 +211,7 @@ class Floors:
         # What adds up over the segments of a pack: its limits, and what each segment takes of them.
         shares = recipe.layout.shares(recipe)
         columns = {name: column[sample] for name, column in plan.columns.items()}
-        taken = recipe.layout.taken(recipe, self.aligned, columns)
+        taken = recipe.layout.taken(recipe, self.aligned, columns, self.behind)
         self.limits = [name for name in shares if name in taken]
         self.caps = np.array([shares[name] for name in self.limits], np.float64)
         self.taken = [taken[name] for name in self.limits]
@@ -225,7 +236,9 @@ class Floors:
         segments = slice(int(starts[0]), int(starts[-1]))
         unit_of = self._unit_of(segments)
         second = None if self.second is None else sum_by(unit_of, self.second[segments], 0)
-        units = StepFloor(recipe, self.aligned[segments], unit_of, second, starts - starts[0])
+        behind = None if self.behind is None else self.behind[segments]
+        offsets = starts - starts[0]
+        units = StepFloor(recipe, self.aligned[segments], unit_of, second, offsets, behind)
         # The fewest packs give the fewest micro-batches per rank, and these the least time.
         packs = self._packs(units, starts.tolist())
         ranks, multiple = recipe.topology.dp, recipe.topology.multiple
@@ -303,16 +316,17 @@ class StepTable:
         self.real = np.bincount(step[self.tokens > 0], minlength=steps)
         # Sums over segments.
         step = np.repeat(np.arange(steps), np.diff(starts))
-        sample, samples = plan.segments.sample, len(plan.lengths)
-        self.kept = sum_by(sample, plan.segments.length, samples).astype(np.int64)
-        self.num_segments = np.bincount(sample, minlength=samples)
+        whole, samples = plan.whole_segments, len(plan.lengths)
+        self.whole_segments = whole
+        self.kept = sum_by(whole.sample, whole.length, samples).astype(np.int64)
+        self.num_segments = np.bincount(whole.sample, minlength=samples)
         in_micro_batch = np.diff(plan.segment_offsets)
         # Segments that exceed the budget or a limit by themselves run alone.
         over = floors.aligned > (MOST if recipe.capacity is None else recipe.capacity)
         for column, cap in zip(floors.taken, floors.caps, strict=True):
             over |= column > cap
-        self.alone = over & (np.repeat(in_micro_batch, in_micro_batch) == 1)
-        self.batched_slots = _batched_slots(plan, starts)
+        self.alone = over & (np.repeat(in_micro_batch, in_micro_batch)[plan.own] == 1)
+        self.batched_slots = _batched_slots(whole, starts, recipe.width_unit)
         self.filled = np.ones(steps, np.int64)
         if recipe.layout.budget is not None:
             slots = np.diff(offsets_of(floors.aligned)[starts])
@@ -322,7 +336,7 @@ class StepTable:
         self.unpadded = sum_by(step, costs, steps) / ranks
         self.unpadded += recipe.cost.per_micro_batch * self.filled
         self.most_expensive = np.zeros(steps)
-        np.maximum.at(self.most_expensive, step, floors.costs)
+        np.maximum.at(self.most_expensive, step, floors.whole_costs)
         columns = list(zip(*floors.of_steps(progress), strict=True)) or [()] * 4
         self.floor_packs, self.floor_per_rank = (np.array(each, np.int64) for each in columns[:2])
         self.floor_time, self.floor_binds = np.array(columns[2], np.float64), columns[3]
@@ -332,22 +346,22 @@ class StepTable:
         return slice(int(self._micro[steps.start]), int(self._micro[steps.stop]))
 
     def segments_of(self, steps: slice) -> slice:
-        """The segments of these steps."""
+        """The segments of these steps, without shared prefixes."""
         return slice(int(self._segments[steps.start]), int(self._segments[steps.stop]))
 
     def samples_of(self, steps: slice) -> IntArray:
         """The samples of these steps, ascending."""
         if steps == slice(0, self.plan.num_steps):
             return np.flatnonzero(self.num_segments)
-        return np.unique(self.plan.segments.sample[self.segments_of(steps)])
+        return np.unique(self.whole_segments.sample[self.segments_of(steps)])
 
 
-def _batched_slots(plan: Plan, starts: IntArray) -> IntArray:
+def _batched_slots(segments: Segments, starts: IntArray, unit: int) -> IntArray:
     """The slots of each step in padded batches of segments, in the order of the samples.
 
     starts [0, 3]: one step; its lengths [5, 2, 4] in batches of 2 -> 2 · 5 + 1 · 4 slots
     """
-    segments, steps = plan.segments, len(starts) - 1
+    steps = len(starts) - 1
     step = np.repeat(np.arange(steps), np.diff(starts))
     order = np.lexsort((segments.start, segments.sample, step))
     first = np.flatnonzero((np.arange(len(order)) - starts[step]) % _BATCH == 0)  # of each batch
@@ -355,7 +369,7 @@ def _batched_slots(plan: Plan, starts: IntArray) -> IntArray:
         return np.zeros(steps, np.int64)
     longest = np.maximum.reduceat(segments.length[order], first)
     rows = np.diff(first, append=len(order))
-    slots = rows * rounded_up(longest, plan.recipe.width_unit)
+    slots = rows * rounded_up(longest, unit)
     return sum_by(step[first], slots, steps).astype(np.int64)
 
 
@@ -429,6 +443,21 @@ def _measure(table: StepTable, steps: slice, width: int | None) -> dict[str, Val
         "tokens_truncated": int(missing.sum()),
         "num_split": int((table.num_segments[samples] > 1).sum()),
         "num_alone": int(table.alone[picked].sum()),
+        **_sharing(table, picked, tokens),
+    }
+
+
+def _sharing(table: StepTable, picked: slice, tokens: int) -> dict[str, Value]:
+    """The tokens that shared prefixes save; those that could be saved are either saved or repeated
+    in several micro-batches."""
+    if table.floors.behind is None:
+        return {}
+    possible = int(table.floors.behind[picked].sum())
+    saved = int(table.whole_segments.length[picked].sum()) - tokens
+    return {
+        "shared_tokens_possible": possible,
+        "shared_tokens_saved": saved,
+        "shared_tokens_repeated": possible - saved,
     }
 
 
@@ -469,8 +498,8 @@ def bottleneck(table: StepTable, steps: slice) -> str:
         first = int((ratio > _MUCH).argmax())
         return (
             f"{_most_expensive(table, steps.start + first)} costs {ratio[first]:.2f} times the "
-            f"mean load of a rank, so ranks cannot be even. Use context parallelism, split the "
-            f"sample, {_MORE_SAMPLES}."
+            f"mean load of a rank, so ranks cannot be even. "
+            f"{_remedies(table, 'Use context parallelism, split the sample')}."
         )
     # Then what no plan of the worst step could avoid.
     ideal = table.unpadded[steps]
@@ -488,6 +517,13 @@ def bottleneck(table: StepTable, steps: slice) -> str:
         return (
             f"{100 * (slots - tokens) / slots:.0f} % of the slots are padding, because rows of "
             f"different lengths share a micro-batch. Use a packed layout."
+        )
+    repeated = _sharing(table, table.segments_of(steps), tokens).get("shared_tokens_repeated", 0)
+    if 100 * repeated > tokens:
+        return (
+            f"{100 * repeated / tokens:.0f} % of the tokens are shared prefixes that several "
+            f"micro-batches compute, so that they are even and within their limits. Take more "
+            f"samples per step (fewer updates)."
         )
     if recipe.balance != "refined":
         return f"balance={recipe.balance!r} leaves ranks uneven. Use balance='refined'."
@@ -508,8 +544,8 @@ def _of_floor(table: StepTable, step: int) -> str:
     if binds == "waves":
         return (
             f"Long sequences cannot share a micro-batch, so all ranks wait for them in their wave "
-            f"(the longest: {longest}). Raise {_budget(plan)}, use context parallelism, "
-            f"{_MORE_SAMPLES}."
+            f"(the longest: {longest}). "
+            f"{_remedies(table, f'Raise {_budget(plan)}, use context parallelism')}."
         )
     if binds == "cuts":
         return (
@@ -543,6 +579,13 @@ def _of_floor(table: StepTable, step: int) -> str:
     )
 
 
+def _remedies(table: StepTable, remedies: str) -> str:
+    """These, or more samples; samples that share prefixes cannot be divided."""
+    if table.floors.behind is None:
+        return f"{remedies}, {_MORE_SAMPLES}"
+    return "Take more samples per step (fewer updates)"
+
+
 def _of_count(table: StepTable, step: int, segments: slice) -> str:
     """What forces more micro-batches per rank than the slots fill."""
     plan, recipe, floors = table.plan, table.plan.recipe, table.floors
@@ -565,7 +608,7 @@ def _of_count(table: StepTable, step: int, segments: slice) -> str:
     if name == "slots" or counts[name] <= counts.get("slots", 0):
         return (
             f"Long sequences cannot share a micro-batch: a step needs {forced}. Raise "
-            f"{_budget(plan)}, or use context parallelism."
+            f"{_budget(plan)}{', or use context parallelism' if floors.behind is None else ''}."
         )
     owner = "layout" if name == "samples" else "limits"
     return f"{owner}.{name} needs {forced}. Raise it, or leave it out."
@@ -574,8 +617,8 @@ def _of_count(table: StepTable, step: int, segments: slice) -> str:
 def _most_expensive(table: StepTable, step: int) -> str:
     """The most expensive sample of a step."""
     segments = table.segments_of(slice(step, step + 1))
-    at = segments.start + int(table.floors.costs[segments].argmax())
-    sample, length = table.plan.segments.sample[at], table.plan.segments.length[at]
+    at = segments.start + int(table.floors.whole_costs[segments].argmax())
+    sample, length = table.whole_segments.sample[at], table.whole_segments.length[at]
     return f"sample {int(sample)} with {int(length)} tokens"
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evenstep.core.ragged import IntArray, frozen
+from evenstep.core.ragged import IntArray, Segments, frozen
 from evenstep.errors import InputError
 
 Ids: TypeAlias = NDArray[np.integer]
@@ -71,9 +71,7 @@ class Prefixes:
         >>> Prefixes(order=[0, 2, 1], shared=[0, 4, 2]).between([0, 1], [1, 1]).tolist()
         [2, 2]
         """
-        position = np.empty(len(self), np.int64)
-        position[self.order] = np.arange(len(self))
-        one, other = position[np.asarray(samples)], position[np.asarray(others)]
+        one, other = self.position[np.asarray(samples)], self.position[np.asarray(others)]
         first, last = np.minimum(one, other) + 1, np.maximum(one, other) + 1
         padded = np.append(self.shared, 0)
         common = np.where(one == other, np.maximum(padded[one], padded[one + 1]), 0)
@@ -84,15 +82,35 @@ class Prefixes:
             least, span = np.minimum(least[:-span], least[span:]), 2 * span
         return common
 
+    @property
+    def position(self) -> IntArray:
+        """Where each sample stands in `order`."""
+        position = np.empty(len(self), np.int64)
+        position[self.order] = np.arange(len(self))
+        return position
+
+    def forks(self, segments: Segments, kind: IntArray) -> tuple[IntArray, IntArray]:
+        """(an order of the segments, the leading tokens that each can share with the one before).
+
+        Segments of one kind stand together, in the order of their prefixes. They can share one
+        token less than is equal: the last equal one has several tokens after it.
+        """
+        sample, ends = segments.sample, segments.start + segments.length
+        order = np.lexsort((segments.start, self.position[sample], kind))
+        one, other = order[:-1], order[1:]
+        equal = np.minimum(self.between(sample[one], sample[other]), ends[one])
+        can = (kind[one] == kind[other]) & (segments.start[other] == 0)
+        forks = np.zeros(len(order), np.int64)
+        forks[1:] = np.where(can, np.maximum(np.minimum(equal, ends[other]) - 1, 0), 0)
+        return order, forks
+
     def take(self, samples: ArrayLike) -> Prefixes:
         """The prefixes of some samples, numbered by their position in `samples`.
 
         A sample that is taken twice shares with itself what it shares with others.
         """
-        position = np.empty(len(self), np.int64)
-        position[self.order] = np.arange(len(self))
         chosen = np.asarray(samples, np.int64)
-        order = np.argsort(position[chosen], kind="stable")
+        order = np.argsort(self.position[chosen], kind="stable")
         shared = np.zeros(len(order), np.int64)
         shared[1:] = self.between(chosen[order][:-1], chosen[order][1:])
         return Prefixes(order, shared)

@@ -8,8 +8,9 @@ minima of the forks of any subset are the forks of that subset, so one kernel gr
 step and of every micro-batch.
 
 forest    leaves and shared nodes; a node that does not save time is not shared
-pieces    leaves of one tree that fit together, first whole trees, packed like other units
-refine    leaves change packs; a pack pays for a node once, and for a path again where it is divided
+atoms     what changes packs as a whole: a leaf, or the leaves of a group, with all nodes it needs
+pieces    atoms of one tree that fit together, first whole trees, packed like other units
+refine    atoms change packs; a pack pays for a node once, and for a path again where it is divided
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evenstep.core.layout import Packed
+from evenstep.core.measures import time_of_works
 from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import (
     FloatArray,
@@ -27,7 +28,6 @@ from evenstep.core.ragged import (
     Segments,
     by_first_appearance,
     divided_up,
-    offsets_of,
     rounded_up,
     sum_by,
 )
@@ -35,36 +35,32 @@ from evenstep.core.recipe import Recipe
 from evenstep.errors import ConfigError, PlanError
 from evenstep.planning.kernels import kernel
 from evenstep.planning.step import DecidedStep, decide_step, search_packs
-from evenstep.planning.units import Problem, Units
+from evenstep.planning.units import Phases, Problem, Units
 
-_COUNTED = 2**26  # packs x nodes up to which leaves change packs: their counts take 256 MiB
-_TRIES = 2_000  # of each of three phases of exchanges, from each start, and one per leaf
-_STARTS, _FEW = 4, 256  # starts for few atoms, which even out less by themselves
+_COUNTED = 2**26  # packs x nodes up to which atoms change packs: their counts take 256 MiB
+_TRIES = 2_000  # of each of three phases of exchanges, from each start, and one per atom
+_STARTS, _FEW = 3, 256  # starts for few atoms, which even out less by themselves
+_EXCHANGES: Phases = ((7, 0.001, 3_000), (9, 0.0, 2_000))  # of pieces
+_ROUNDING = 1 + 1e-12
 
 
 def check_trees(recipe: Recipe, lengths: IntArray, names: IntArray, prefixes: Prefixes) -> None:
     """Raise if steps of this recipe cannot share prefixes, or if these do not fit the samples."""
     prefixes.check(lengths)
     layout, topology = recipe.layout, recipe.topology
-    if not isinstance(layout, Packed):
-        raise ConfigError("prefixes cannot be shared in a padded layout. Use layout=Packed(...).")
-    reason = ""
-    if layout.static:
-        reason = "rows of a fixed width. Set layout.max_tokens instead of pad_to"
-    elif recipe.capacity is None:
-        reason = "micro-batches without a budget. Set layout.max_tokens"
-    elif topology.cp > 1:
-        reason = f"topology.cp={topology.cp}. Set topology.cp to 1"
-    elif topology.equal_widths:
-        reason = "one width for all micro-batches. Set topology.variable_seq_lengths"
-    elif recipe.balance != "refined" or layout.packer is not None:
-        reason = "a balance or packer by name. Leave recipe.balance and layout.packer at defaults"
-    elif recipe.equal_sizes or recipe.equal_tokens:
-        reason = "equal_sizes or equal_tokens. Unset them"
-    elif recipe.second_work is not None:
-        reason = "second_work. Unset it"
-    if reason:
-        raise ConfigError(f"prefixes cannot be shared with {reason}, or plan without prefixes.")
+    by_name = recipe.balance != "refined" or layout.packer is not None
+    for refused, reason in (
+        (not isinstance(layout, Packed), "a padded layout. Use layout=Packed(...)"),
+        (layout.static, "rows of a fixed width. Set layout.max_tokens instead of pad_to"),
+        (recipe.capacity is None, "micro-batches without a budget. Set layout.max_tokens"),
+        (topology.cp > 1, f"topology.cp={topology.cp}. Set topology.cp to 1"),
+        (topology.equal_widths, "one width for all. Set topology.variable_seq_lengths"),
+        (by_name, "a balance or packer by name. Leave balance and layout.packer at defaults"),
+        (recipe.equal_sizes or recipe.equal_tokens, "equal_sizes or equal_tokens. Unset them"),
+        (recipe.second_work is not None, "second_work. Unset it"),
+    ):
+        if refused:
+            raise ConfigError(f"prefixes cannot be shared with {reason}, or plan without prefixes.")
     if recipe.overflow == "split" and recipe.longest_segment is not None:
         # A sample shares tokens with the one before it or with the one after it.
         shared = np.maximum(prefixes.shared, np.append(prefixes.shared[1:], 0)) > 1
@@ -88,25 +84,35 @@ def share_prefixes(
     if not forest.forks.any():
         return decide_step(segments, units, recipe, wanted)
     shared = _search(forest, units, recipe, wanted)
-    several = units.count > 1
-    large = units.size > (recipe.capacity or 0)
-    large |= (units.extra > units.caps * (1 + 1e-12)).any(axis=1)
-    if (several & large).any():  # a group that fits only with a shared prefix
-        if shared is None:
+    most = recipe.steps.micro_batches
+    if shared is not None and most is not None and shared.per_rank > most:
+        shared = None
+    large = (units.size > (recipe.capacity or 0)) | (units.extra > units.caps * _ROUNDING).any(1)
+    needed = bool((large & (units.count > 1)).any())  # a group fits only with a shared prefix
+    if shared is None:
+        if needed:
             raise PlanError(
-                f"the samples of this step do not fit into {wanted} micro-batches per rank. Raise "
+                f"the samples of this step do not fit into {most} micro-batches per rank. Raise "
                 f"steps.micro_batches or layout.max_tokens."
             )
-        return _lay_trees(forest, shared[0], shared[1], recipe)
-    alone = recipe.cost.of_lengths(rounded_up(segments.length, recipe.topology.alignment))
-    fewest = shared[2] if shared is not None else np.inf
-    if fewest <= float(alone.sum()) / recipe.topology.dp + recipe.cost.per_micro_batch:
-        assert shared is not None
-        return _lay_trees(forest, shared[0], shared[1], recipe)
+        return decide_step(segments, units, recipe, wanted)
+    time, alone = _time_of(shared, recipe), rounded_up(segments.length, recipe.topology.alignment)
+    least = float(recipe.cost.of_lengths(alone).sum()) / recipe.topology.dp
+    if needed or time <= least + recipe.cost.per_micro_batch:
+        return shared
     apart = decide_step(segments, units, recipe, wanted)
-    if shared is None or _time_apart(apart, recipe) <= fewest:
-        return apart
-    return _lay_trees(forest, shared[0], shared[1], recipe)
+    return apart if _time_of(apart, recipe) <= time else shared
+
+
+def _time_of(step: DecidedStep, recipe: Recipe) -> float:
+    """The modelled time of a step of packed rows."""
+    ranks, layout = recipe.topology.dp, recipe.layout
+    aligned = rounded_up(step.segments.length, recipe.topology.alignment)
+    used = sum_by(step.micro, aligned, ranks * step.per_rank).astype(np.int64)
+    widths, rows = layout.widths(used, recipe.width_unit), np.ones_like(used)
+    behind = step.segments.behind
+    work = layout.micro_batch_costs(recipe.cost, rows, widths, step.micro, aligned, behind)
+    return time_of_works([work.reshape(ranks, -1)], recipe.sync_every)
 
 
 def with_shared_sizes(
@@ -117,35 +123,23 @@ def with_shared_sizes(
         return units
     forest = grow_forest(segments, recipe, prefixes)
     atoms = _atoms_of(forest, units, recipe)
-    sums = _sums_of(np.arange(len(units)), len(units), atoms, forest)
-    unit = units.of_segment[forest.segment[atoms.leaf[atoms.offsets[:-1]]]]
-    size, extra = np.empty_like(units.size), np.empty((len(units), len(atoms.caps)))
-    size[unit], extra[unit] = sums[0], sums[2:].T
+    sums = atoms.sums(np.arange(len(units)), len(units))
+    atom = np.empty(len(units), np.int64)
+    atom[units.of_segment[forest.segment]] = atoms.of_leaf
+    size, extra = sums[0, atom].astype(np.int64), sums[2:, atom].T
     return replace(
         units, size=size, extra=extra, caps=atoms.caps, limits=(*units.limits, "gathered")
     )
-
-
-def _time_apart(step: DecidedStep, recipe: Recipe) -> float:
-    """The modelled time of a step without shared prefixes."""
-    aligned = rounded_up(step.segments.length, recipe.topology.alignment)
-    columns = aligned, recipe.cost.of_lengths(aligned), np.zeros(len(aligned))
-    one, none = np.ones(len(aligned), np.int64), np.zeros((len(aligned), 0))
-    units = Units(np.arange(len(aligned)), *columns, one, aligned, none, np.zeros(0), ())
-    problem = Problem(recipe, units, aligned, recipe.capacity or 0)
-    waves, ranks = step.per_rank, recipe.topology.dp
-    address = step.micro % waves * ranks + step.micro // waves
-    return problem.time(problem.works(address, waves))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forest:
     """The leaves of a step in the order of their prefixes, and the nodes that they share.
 
-    segment       the segment of each leaf
-    forks         the leading tokens that each leaf shares with the one before
-    nodes         node i is tokens `start[i]` to `end[i]` behind node `parent[i]`, -1 for none
-    node_of_leaf  the node of each leaf's own tokens
+    segment  the segment of each leaf
+    forks    the leading tokens that each leaf shares with the one before
+    start, end, parent  node i is tokens `start[i]` to `end[i]` behind node `parent[i]`, -1 for none
+    of_leaf  the node of each leaf's own tokens
     """
 
     segments: Segments
@@ -154,89 +148,53 @@ class Forest:
     start: IntArray
     end: IntArray
     parent: IntArray
-    node_of_leaf: IntArray
-
-    @property
-    def tree_of_leaf(self) -> IntArray:
-        """The tree of each leaf, numbered by order: forks [0, 5, 0] -> [0, 0, 1]."""
-        return np.cumsum(self.forks == 0) - 1
+    of_leaf: IntArray
 
 
 def grow_forest(segments: Segments, recipe: Recipe, prefixes: Prefixes) -> Forest:
     """The forest of these segments, without nodes that save no time."""
-    capacity, n = recipe.capacity or 0, len(segments)
-    position = np.empty(len(prefixes.order), np.int64)
-    position[prefixes.order] = np.arange(len(prefixes.order))
-    # Segments that exceed the budget run alone, after all others.
-    alone = segments.length > capacity
-    order = np.lexsort((segments.start, position[segments.sample], alone))
-    ends = segments.start + segments.length
-    forks = running_forks(prefixes.shared, position[segments.sample[order]], np.zeros(n, np.int64))
-    forks[1:] = np.minimum(forks[1:], np.minimum(ends[order][1:], ends[order][:-1]))
-    forks = np.maximum(forks - 1, 0)
-    forks[alone[order] | (segments.start[order] > 0)] = 0
-    starts = segments.start[order]
-    start, end, parent, _, at_fork = _grow(forks, starts, ends[order])
-    forks = _worth_sharing(start, end, parent, at_fork, forks, recipe)
-    start, end, parent, leaves, _ = _grow(forks, starts, ends[order])
-    return Forest(segments, order, forks, start, end, parent, leaves)
+    # Segments that exceed the budget run alone.
+    alone = segments.length > (recipe.capacity or 0)
+    order, forks = prefixes.forks(segments, np.where(alone, 1 + np.arange(len(alone)), 0))
+    start = segments.start[order]
+    end = start + segments.length[order]
+    cost, alignment = recipe.cost, recipe.topology.alignment
+    if cost.per_segment > 0 or alignment > 1 or cost.per_token + cost.per_pair == 0:
+        forks = _worth_sharing(_grow(forks, start, end), recipe)
+    nodes, of_leaf, _, _ = _grow(forks, start, end)
+    return Forest(segments, order, forks, nodes[0], nodes[1], nodes[2], of_leaf)
 
 
 def _worth_sharing(
-    start: IntArray,
-    end: IntArray,
-    parent: IntArray,
-    at_fork: IntArray,
-    forks: IntArray,
-    recipe: Recipe,
+    grown: tuple[IntArray, IntArray, IntArray, IntArray], recipe: Recipe
 ) -> IntArray:
     """The forks at nodes that save time; a node costs `per_segment` and its alignment."""
-    cost, alignment = recipe.cost, recipe.topology.alignment
-    if cost.per_segment == 0 and alignment == 1 and cost.per_token + cost.per_pair > 0:
-        return forks
-    children = np.bincount(parent[parent >= 0], minlength=len(start))
+    (start, end, parent), _, at_fork, _ = grown
+    cost, children = recipe.cost, np.bincount(parent[parent >= 0], minlength=len(start))
     # From the root on: a node begins where the nearest node in front of it that stays ends.
     depth = np.zeros(len(start) + 1, np.int64)  # the last entry is that of parent -1
     for node in np.argsort(start, kind="stable"):
         before = depth[parent[node]]
         repeated = cost.of_lengths(end[node] - before, before) - cost.per_segment
-        saved = repeated * (children[node] - 1)
-        stays = saved > cost.per_segment and end[node] - before >= alignment
+        saves = repeated * (children[node] - 1) > cost.per_segment
+        stays = saves and end[node] - before >= recipe.topology.alignment
         depth[node] = end[node] if stays else before
     return depth[at_fork]
 
 
 @kernel
-def running_forks(shared: IntArray, position: IntArray, owner: IntArray) -> IntArray:
-    """What consecutive members of a subset share: minima of what lies between their positions.
-
-    shared [0, 5, 2, 7] at positions [0, 1, 3] -> [0, 5, 2]; 0 where the owner changes
-    """
-    forks = np.zeros(len(position), np.int64)
-    for i in range(1, len(position)):
-        if owner[i] != owner[i - 1] or position[i] <= position[i - 1]:
-            continue
-        least = shared[position[i]]
-        for at in range(position[i - 1] + 1, position[i]):
-            if least == 0:
-                break
-            least = min(least, shared[at])
-        forks[i] = least
-    return forks
-
-
-@kernel
 def _grow(
     forks: IntArray, starts: IntArray, ends: IntArray
-) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-    """(start, end and parent of each node, node of each leaf, node at each fork) of a forest.
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(start, end and parent of each node; node of each leaf, node at each fork, first leaf of each
+    node) of a forest.
 
     Leaves of 5, 6 and 4 tokens with forks [0, 3, 2] -> nodes 3-5, 2-3, 3-6, 0-2, 2-4. A stack
     holds the path of the leaf before. A fork inside a node divides it.
     """
     n = len(forks)
-    start, end = np.zeros(2 * n, np.int64), np.zeros(2 * n, np.int64)
-    parent = np.full(2 * n, -1, np.int64)
+    nodes, first = np.full((3, 2 * n), -1, np.int64), np.empty(2 * n, np.int64)
+    start, end, parent = nodes[0], nodes[1], nodes[2]
     of_leaf, at_fork = np.empty(n, np.int64), np.full(n, -1, np.int64)
     stack, top, count = np.empty(2 * n + 1, np.int64), 0, 0
     for i in range(n):
@@ -247,65 +205,49 @@ def _grow(
         if fork > 0 and (top == 0 or end[stack[top - 1]] < fork):
             # Divide the node `cut`: its first part is shared.
             start[count], end[count], parent[count] = start[cut], fork, parent[cut]
-            start[cut], parent[cut] = fork, count
+            start[cut], parent[cut], first[count] = fork, count, first[cut]
             stack[top] = count
             top, count = top + 1, count + 1
         above = stack[top - 1] if top > 0 else -1
         at_fork[i] = above
         start[count], end[count], parent[count] = fork if above >= 0 else starts[i], ends[i], above
-        of_leaf[i], stack[top] = count, count
+        of_leaf[i], stack[top], first[count] = count, count, i
         top, count = top + 1, count + 1
-    return start[:count], end[:count], parent[:count], of_leaf, at_fork
+    return nodes[:, :count], of_leaf, at_fork, first[:count]
 
 
 def _lay_trees(forest: Forest, pack: IntArray, waves: int, recipe: Recipe) -> DecidedStep:
     """The step with leaf i in pack `pack[i]`: nodes in preorder, each once per micro-batch."""
-    ranks, segments = recipe.topology.dp, forest.segments
+    ranks, segments, n = recipe.topology.dp, forest.segments, len(pack)
     order = np.argsort(pack, kind="stable")
-    leaves, owner = forest.segment[order], pack[order]
-    forks = running_forks(forest.forks, order, owner)
+    leaves, owner, forks = forest.segment[order], pack[order], np.zeros(n, np.int64)
+    forks[1:] = Prefixes(np.arange(n), forest.forks).between(order[:-1], order[1:])
+    forks[1:][owner[1:] != owner[:-1]] = 0
     ends = (segments.start + segments.length)[leaves]
-    start, end, parent, of_leaf, _ = _grow(forks, segments.start[leaves], ends)
-    # The first leaf below each node, which names it. Nodes of one leaf differ in their start.
-    first = _first_leaves(parent, of_leaf)
+    (start, end, parent), _, _, first = _grow(forks, segments.start[leaves], ends)
+    # Nodes whose first leaf is the same, which names them, differ in their start.
     preorder = np.lexsort((start, first))
-    number = np.empty(len(start) + 1, np.int64)
-    number[preorder], number[-1] = np.arange(len(start)), -1
-    owner = owner[first[preorder]]
-    begin = np.searchsorted(owner, owner)
-    above = number[parent[preorder]]
-    nodes = Segments(
-        segments.sample[leaves[first[preorder]]],
-        start[preorder],
-        (end - start)[preorder],
-        np.where(above < 0, -1, above - begin),
-    )
+    number = np.full(len(start) + 1, -1)
+    number[preorder] = np.arange(len(start))
+    owner, above = owner[first[preorder]], number[parent[preorder]]
+    above = np.where(above < 0, -1, above - np.searchsorted(owner, owner))
+    sample = segments.sample[leaves[first[preorder]]]
+    nodes = Segments(sample, start[preorder], (end - start)[preorder], above)
     micro = owner % ranks * waves + owner // ranks
     return DecidedStep(nodes, micro, np.zeros(len(nodes), np.int64), waves, None)
-
-
-@kernel
-def _first_leaves(parent: IntArray, of_leaf: IntArray) -> IntArray:
-    """The first leaf below each node."""
-    first = np.full(len(parent), -1, np.int64)
-    for leaf in range(len(of_leaf)):
-        node = of_leaf[leaf]
-        while node >= 0 and first[node] < 0:
-            first[node] = leaf
-            node = parent[node]
-    return first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Atoms:
     """What changes packs as a whole: a leaf, or the leaves of a group; trees one after the other.
 
-    `nodes` are the nodes of an atom's leaves, `offsets` where those of each atom begin. `cluster`
-    numbers trees, and trees that a group connects. Of each node: `size`, `cost`, and in `extra`
-    what it takes of each limit of a pack, `caps`, of which the last are the keys gathered.
+    Atom i needs the nodes `nodes[offsets[i]:offsets[i + 1]]`: its own and all in front of them.
+    `of_leaf` is the atom of each leaf. `cluster` numbers trees, and trees that a group connects. Of
+    each node: `size`, `cost`, and in `extra` what it takes of each limit of a pack, `caps`, of
+    which the last are the keys gathered.
     """
 
-    leaf: IntArray
+    of_leaf: IntArray
     nodes: IntArray
     offsets: IntArray
     cluster: IntArray
@@ -314,48 +256,41 @@ class _Atoms:
     extra: FloatArray
     caps: FloatArray
 
+    def sums(self, owner: IntArray, count: int) -> FloatArray:
+        """Size, cost and extras of the nodes of each owner's atoms, each node once."""
+        pair = np.repeat(owner, np.diff(self.offsets)) * len(self.size) + self.nodes
+        of_owner, node = np.divmod(np.unique(pair), len(self.size))
+        columns = [self.size, self.cost, *self.extra.T]
+        return np.array([sum_by(of_owner, column[node], count) for column in columns])
+
 
 def _atoms_of(forest: Forest, units: Units, recipe: Recipe) -> _Atoms:
-    atom = units.of_segment[forest.segment]
-    cluster = _connected(forest.tree_of_leaf, atom)
-    leaf = np.lexsort((np.arange(len(atom)), by_first_appearance(atom)[0], cluster[atom]))
-    numbers, counts = np.unique(by_first_appearance(atom[leaf])[0], return_counts=True)
+    unit, first = by_first_appearance(units.of_segment[forest.segment])
+    tree = _connected(np.cumsum(forest.forks == 0) - 1, unit)
+    order = np.lexsort((first, tree))
+    of_leaf = np.argsort(order)[unit]
+    # The nodes of each atom, from the leaves up.
+    node, atom, pairs = forest.of_leaf, of_leaf, list[IntArray]()
+    while len(node):
+        pairs.append(atom * len(forest.parent) + node)
+        node, atom = forest.parent[node], atom[forest.parent[node] >= 0]
+        node = node[node >= 0]
+    owner, nodes = np.divmod(np.unique(np.concatenate(pairs)), len(forest.parent))
+    offsets = np.searchsorted(owner, np.arange(len(order) + 1))
     size = rounded_up(forest.end - forest.start, recipe.topology.alignment)
-    behind = forest.parent >= 0
-    begin = np.where(behind, forest.start, 0)
-    cost = recipe.cost.of_lengths(size, begin)
+    behind = np.where(forest.parent >= 0, forest.start, 0)
+    cost = recipe.cost.of_lengths(size, behind)
     # A sample takes its share once, with its own tokens; every node costs.
     extra = np.zeros((len(size), len(units.caps) + 1))
-    share = units.extra / units.count[:, None] if len(units.caps) else units.extra
-    extra[forest.node_of_leaf, :-1] = share[atom]
-    for at, name in enumerate(units.limits):
-        if name == "cost":
-            extra[:, at] = cost
-    extra[behind, -1] = (begin + size)[behind]
+    extra[forest.of_leaf, :-1] = (units.extra / units.count[:, None])[
+        units.of_segment[forest.segment]
+    ]
+    if "cost" in units.limits:
+        extra[:, units.limits.index("cost")] = cost
+    extra[:, -1] = np.where(behind > 0, behind + size, 0)
     caps = np.append(units.caps, float(recipe.gathered or 0))
-    firsts = offsets_of(counts)
-    nodes = forest.node_of_leaf[leaf]
-    of_atom = cluster[atom[leaf[firsts[:-1]]]]
-    assert len(numbers) == len(of_atom)
-    return _Atoms(
-        leaf,
-        nodes,
-        firsts,
-        by_first_appearance(of_atom)[0],
-        size,
-        cost,
-        extra,
-        caps,
-    )
-
-
-def _may_bind(
-    extra: FloatArray, size: IntArray, caps: FloatArray, recipe: Recipe
-) -> NDArray[np.bool_]:
-    """Which limits packs that hold the budget, or a segment alone, may exceed."""
-    most = (extra / np.maximum(size, 1)[:, None]).max(axis=0, initial=0.0)
-    exceeded: NDArray[np.bool_] = most * max(recipe.capacity or 0, int(size.max(initial=0))) > caps
-    return exceeded
+    cluster = by_first_appearance(tree[order])[0]
+    return _Atoms(of_leaf, nodes, offsets, cluster, size, cost, extra, caps)
 
 
 def _connected(tree: IntArray, atom: IntArray) -> IntArray:
@@ -375,11 +310,8 @@ class _Pieces(Problem):
 
     def works(self, address: IntArray, waves: int) -> list[FloatArray]:
         """The works of the micro-batches, waves x ranks."""
-        recipe, (used,) = (
-            self.recipe,
-            self.loads(address, waves, self.units.size.astype(np.float64)),
-        )
-        (cost,) = self.loads(address, waves, self.units.cost)
+        recipe, sizes = self.recipe, self.units.size.astype(np.float64)
+        used, cost = self.loads(address, waves, sizes, self.units.cost)
         widths = recipe.layout.widths(used.ravel().astype(np.int64), recipe.width_unit)
         padding = recipe.cost.per_token * (widths.reshape(used.shape) - used)
         return [cost + padding + recipe.cost.per_micro_batch]
@@ -390,149 +322,75 @@ class _Pieces(Problem):
         return mean + waves * self.recipe.cost.per_micro_batch
 
 
-def _search(
-    forest: Forest, units: Units, recipe: Recipe, wanted: int | None
-) -> tuple[IntArray, int, float] | None:
-    """(pack of each leaf, waves, modelled time) of the fastest trees; None if none fit."""
-    atoms = _atoms_of(forest, units, recipe)
-    binds = _may_bind(atoms.extra, atoms.size, atoms.caps, recipe)
+def _search(forest: Forest, units: Units, recipe: Recipe, wanted: int | None) -> DecidedStep | None:
+    """The fastest step of trees that was found; None if none fits."""
+    atoms, ranks, capacity = _atoms_of(forest, units, recipe), recipe.topology.dp, recipe.capacity
+    assert capacity is not None
+    # Limits that packs which hold the budget, or a segment alone, may exceed.
+    per_slot = (atoms.extra / np.maximum(atoms.size, 1)[:, None]).max(axis=0)
+    binds = per_slot * max(capacity, int(atoms.size.max())) > atoms.caps
     atoms = replace(atoms, extra=atoms.extra[:, binds], caps=atoms.caps[binds])
-    ranks, capacity = recipe.topology.dp, recipe.capacity or 0
-    volume = divided_up(int(atoms.size.sum()), capacity * ranks)
-    waves = wanted or rounded_up(max(volume, 1), recipe.topology.multiple)
-    loads = ranks if recipe.sync_every == "step" else ranks * waves
-    level = float(atoms.cost.sum()) / loads
-    piece = _divide(
-        atoms.nodes, atoms.offsets, atoms.cluster, forest.parent, atoms.size, atoms.cost,
-        atoms.extra, atoms.caps, capacity, level,
-    )  # fmt: skip
-    count = int(piece.max(initial=-1)) + 1
-    sums = _sums_of(piece, count, atoms, forest)
-    one, none = np.ones(count, np.int64), np.empty(0, np.int64)
-    size = sums[0].astype(np.int64)
+    piece = _divide(atoms, recipe, wanted)
+    count = int(piece.max()) + 1
+    sums = atoms.sums(piece, count)
+    one, size = np.ones(count, np.int64), sums[0].astype(np.int64)
     limits = tuple(f"limit {at}" for at in range(len(atoms.caps)))
     packed = Units(
-        none, size, sums[1], np.zeros(count), one, size, sums[2:].T.copy(), atoms.caps, limits
+        one[:0], size, sums[1], np.zeros(count), one, size, sums[2:].T.copy(), atoms.caps, limits
     )
     problem = _Pieces(recipe, packed, size, capacity)
     try:
         address, waves = search_packs(problem, wanted)
     except PlanError:
         return None
+    address = problem.exchange(address, waves, _EXCHANGES, problem.floor(waves))
     pack_of = address[piece]
     if waves * ranks * len(forest.start) <= _COUNTED:
         starts = _STARTS if len(atoms.cluster) <= _FEW else 1
         pack_of = _refine(
-            atoms.nodes, atoms.offsets, atoms.cluster, forest.parent, atoms.size, atoms.cost,
-            atoms.extra, atoms.caps, capacity, ranks, waves, problem.by_rank(waves), pack_of,
+            atoms.nodes, atoms.offsets, atoms.cluster, atoms.size, atoms.cost, atoms.extra,
+            atoms.caps, capacity, ranks, waves, problem.by_rank(waves), pack_of,
             _TRIES + len(atoms.cluster), starts, problem.floor(waves),
         )  # fmt: skip
-    packs = _sums_of(pack_of, ranks * waves, atoms, forest)
-    widths = recipe.layout.widths(packs[0].astype(np.int64), recipe.width_unit)
-    work = packs[1] + recipe.cost.per_token * (widths - packs[0]) + recipe.cost.per_micro_batch
-    pack = np.empty(len(forest.segment), np.int64)
-    pack[atoms.leaf] = np.repeat(pack_of, np.diff(atoms.offsets))
-    return pack, waves, problem.time([work.reshape(waves, ranks)])
+    return _lay_trees(forest, pack_of[atoms.of_leaf], waves, recipe)
 
 
-def _sums_of(owner: IntArray, count: int, atoms: _Atoms, forest: Forest) -> FloatArray:
-    """Size, cost and extras of the nodes of each owner's atoms, each node once."""
-    leaf_owner = np.repeat(owner, np.diff(atoms.offsets))
-    pair = _pairs_of(leaf_owner, atoms.nodes, forest.parent)
-    nodes = len(forest.parent)
-    pair = np.unique(pair)
-    of_owner, node = pair // nodes, pair % nodes
-    columns = [atoms.size, atoms.cost, *atoms.extra.T]
-    return np.array([sum_by(of_owner, column[node], count) for column in columns])
-
-
-@kernel
-def _pairs_of(owner: IntArray, nodes: IntArray, parent: IntArray) -> IntArray:
-    """`owner * number of nodes + node` of every node on the path of each leaf."""
-    total, count = 0, len(parent)
-    for node in nodes:
-        while node >= 0:
-            total += 1
-            node = parent[node]
-    pairs, at = np.empty(total, np.int64), 0
-    for i in range(len(nodes)):
-        node = nodes[i]
-        while node >= 0:
-            pairs[at] = owner[i] * count + node
-            at += 1
-            node = parent[node]
-    return pairs
-
-
-@kernel
-def _divide(
-    nodes: IntArray,
-    offsets: IntArray,
-    cluster: IntArray,
-    parent: IntArray,
-    size: IntArray,
-    cost: FloatArray,
-    extra: FloatArray,
-    caps: FloatArray,
-    capacity: int,
-    level: float,
-) -> IntArray:
+def _divide(atoms: _Atoms, recipe: Recipe, wanted: int | None) -> IntArray:
     """The piece of each atom: whole trees, or runs of atoms of trees beyond a limit or two levels.
 
-    A tree of 5.3 levels gives five pieces of about equal cost. What pieces repeat does not count.
+    A level is the mean load. A tree of 5.3 levels gives five pieces of about equal cost.
     """
-    n = len(cluster)
-    piece, stamp = np.zeros(n, np.int64), np.full(len(parent), -1, np.int64)
-    seen = np.zeros(len(parent), np.bool_)
-    # The cost of each cluster, every node once.
-    whole = np.zeros(n)
-    for a in range(n):
-        for at in range(offsets[a], offsets[a + 1]):
-            node = nodes[at]
-            while node >= 0 and stamp[node] < 0:
-                stamp[node] = 0
-                whole[cluster[a]] += cost[node]
-                node = parent[node]
-    stamp[:] = -1
-    current, used, paid, goal = -1, 0, 0.0, 0.0
-    taken = np.zeros(len(caps))
-    added = np.zeros(len(caps))
-    for a in range(n):
-        parts = int(whole[cluster[a]] / level + 1e-9) if level > 0 else 1
-        target = whole[cluster[a]] / parts if parts > 1 else np.inf
-        if a == 0 or cluster[a] != cluster[a - 1]:
-            paid, goal = 0.0, target
-        # Try to add the atom to the current piece; begin a new one if it does not fit.
-        for fresh in range(2):
-            if fresh == 1 or a == 0 or cluster[a] != cluster[a - 1]:
-                current, used = current + 1, 0
-                taken[:] = 0
-            more, price = 0, 0.0
-            added[:] = 0
-            for at in range(offsets[a], offsets[a + 1]):
-                node = nodes[at]
-                while node >= 0 and stamp[node] != current:
-                    price += 0.0 if seen[node] else cost[node]
-                    stamp[node] = current
-                    more += size[node]
-                    for d in range(len(caps)):
-                        added[d] += extra[node, d]
-                    node = parent[node]
-            fits = used + more <= capacity and paid + price / 2 <= goal
-            for d in range(len(caps)):
-                fits = fits and taken[d] + added[d] <= caps[d] * (1 + 1e-12)
-            if fits or used == 0:
-                break
-            goal += target
-        piece[a] = current
-        used, paid = used + more, paid + price
-        taken += added
-        for at in range(offsets[a], offsets[a + 1]):
-            node = nodes[at]
-            while node >= 0 and not seen[node]:
-                seen[node] = True
-                node = parent[node]
-    return piece
+    ranks, capacity, clusters = recipe.topology.dp, recipe.capacity or 0, atoms.cluster.max() + 1
+    volume = divided_up(int(atoms.size.sum()), capacity * ranks)
+    waves = wanted or rounded_up(max(volume, 1), recipe.topology.multiple)
+    loads = ranks if recipe.sync_every == "step" else ranks * waves
+    # What each atom adds to those before it, and the sum in its tree up to its middle.
+    node, entry = np.unique(atoms.nodes, return_index=True)
+    owner = np.searchsorted(atoms.offsets, entry, "right") - 1
+    price = sum_by(owner, atoms.cost[node], len(atoms.cluster))
+    whole = np.maximum(sum_by(atoms.cluster, price, clusters), 1e-300)
+    before = np.concatenate(([0.0], np.cumsum(whole)))[atoms.cluster]
+    share = (np.cumsum(price) - price / 2 - before) / whole[atoms.cluster]
+    level = max(float(whole.sum()) / loads, 1e-300)
+    parts = np.maximum(whole / level + 1e-9, 1).astype(np.int64)
+    most = np.bincount(atoms.cluster)
+    while True:
+        parts = np.minimum(parts, most)
+        of_tree = np.minimum(
+            (share * parts[atoms.cluster]).astype(np.int64), parts[atoms.cluster] - 1
+        )
+        of_tree = np.where(
+            parts[atoms.cluster] == most[atoms.cluster], np.arange(len(share)), of_tree
+        )
+        key = np.column_stack((atoms.cluster, of_tree))
+        piece = np.concatenate(([0], np.cumsum((key[1:] != key[:-1]).any(axis=1))))
+        sums = atoms.sums(piece, int(piece[-1]) + 1)
+        over = (sums[0] > capacity) | (atoms.caps * _ROUNDING < sums[2:].T).any(axis=1)
+        large = np.unique(atoms.cluster[over[piece]])
+        large = large[parts[large] < most[large]]
+        if not len(large):
+            return piece
+        parts[large] += np.maximum(parts[large] // 8, 1)
 
 
 @kernel
@@ -540,7 +398,6 @@ def _refine(
     nodes: IntArray,
     offsets: IntArray,
     cluster: IntArray,
-    parent: IntArray,
     size: IntArray,
     cost: FloatArray,
     extra: FloatArray,
@@ -568,20 +425,14 @@ def _refine(
     loads = ranks if by_rank else packs
     groups = loads // ranks
     pack, best = pack_of.copy(), pack_of.copy()
-    counts = np.zeros((packs, len(parent)), np.int32)  # atoms of a pack that need a node
+    counts = np.zeros((packs, len(size)), np.int32)  # atoms of a pack that need a node
     used, held, number = np.zeros(packs, np.int64), np.zeros((packs, limits)), np.zeros(packs)
     load, powers = np.zeros(loads), np.zeros(loads)
-    scale, total, norm = np.ones(groups), np.zeros(groups), np.zeros(groups)
+    scale, norm, price = np.ones(groups), np.zeros(groups), np.zeros(groups)
     heaviest, top = np.zeros(groups), np.zeros(groups, np.int64)
-    # The atoms of each pack as a linked list, and the first atom of each cluster.
-    head, after, before = np.full(packs, -1), np.full(n, -1), np.full(n, -1)
-    first = np.full(n + 1, n)
-    for a in range(n - 1, -1, -1):
-        first[cluster[a]] = a
-    clusters = cluster[n - 1] + 1
-    first[clusters] = n
+    first = np.searchsorted(cluster, np.arange(cluster[n - 1] + 2))  # atom of each cluster
     moved, came = np.empty(2 * n, np.int64), np.empty(2 * n, np.int64)
-    state, squarings = 25214903917, np.array([4])
+    state, squarings, stride = 25214903917, np.array([4]), int(0.62 * n) | 1
 
     def load_of(p: int) -> int:
         return int(p % ranks if by_rank else p)
@@ -592,50 +443,22 @@ def _refine(
             ratio = ratio * ratio
         return ratio
 
-    def root(value: float) -> float:
-        for _ in range(squarings[0]):
-            value = np.sqrt(value)
-        return value
+    def count(a: int, p: int, sign: int) -> None:
+        """Put an atom into a pack (1) or take it out (-1); a pack pays for each node once."""
+        number[p] += sign
+        for at in range(offsets[a], offsets[a + 1]):
+            node = nodes[at]
+            counts[p, node] += sign
+            if 2 * counts[p, node] == 1 + sign:
+                used[p] += sign * size[node]
+                load[load_of(p)] += sign * cost[node]
+                for d in range(limits):
+                    held[p, d] += sign * extra[node, d]
 
-    def enter(a: int, p: int) -> None:
-        """Put an atom into a pack, which pays for the nodes that it does not have yet."""
+    def move(a: int, p: int) -> None:
+        count(a, pack[a], -1)
         pack[a] = p
-        before[a], after[a] = -1, head[p]
-        if head[p] >= 0:
-            before[head[p]] = a
-        head[p] = a
-        number[p] += 1
-        for at in range(offsets[a], offsets[a + 1]):
-            node = nodes[at]
-            while node >= 0:
-                counts[p, node] += 1
-                if counts[p, node] == 1:
-                    used[p] += size[node]
-                    load[load_of(p)] += cost[node]
-                    for d in range(limits):
-                        held[p, d] += extra[node, d]
-                node = parent[node]
-
-    def leave(a: int) -> None:
-        """Take an atom out of its pack."""
-        p = pack[a]
-        if before[a] >= 0:
-            after[before[a]] = after[a]
-        else:
-            head[p] = after[a]
-        if after[a] >= 0:
-            before[after[a]] = before[a]
-        number[p] -= 1
-        for at in range(offsets[a], offsets[a + 1]):
-            node = nodes[at]
-            while node >= 0:
-                counts[p, node] -= 1
-                if counts[p, node] == 0:
-                    used[p] -= size[node]
-                    load[load_of(p)] -= cost[node]
-                    for d in range(limits):
-                        held[p, d] -= extra[node, d]
-                node = parent[node]
+        count(a, p, 1)
 
     def fits(p: int) -> bool:
         if used[p] > capacity:
@@ -652,33 +475,36 @@ def _refine(
             if load[at] > load[peak]:
                 peak = at
         largest = load[peak] if load[peak] > 0 else 1.0
-        total[group] = 0.0
+        total = 0.0
         for at in range(group * ranks, (group + 1) * ranks):
             powers[at] = power(load[at] / largest)
-            total[group] += powers[at]
+            total += powers[at]
+        root = total
+        for _ in range(squarings[0]):
+            root = np.sqrt(root)
         scale[group], heaviest[group], top[group] = largest, load[peak], peak
-        norm[group] = largest * root(total[group])
+        norm[group] = largest * root
+        # The derivative of the norm by the sum of powers. The norm is concave in that sum.
+        price[group] = norm[group] / max(total, 1.0) / 2 ** squarings[0]
 
     def change(p: int, q: int) -> float:
-        """What the norms rise by since they were computed, if packs p and q changed."""
-        i, j = load_of(p), load_of(q)
-        g, h = i // ranks, j // ranks
-        one = power(load[i] / scale[g]) - powers[i]
-        two = power(load[j] / scale[h]) - powers[j]
-        if g == h:
-            return float(scale[g] * root(max(total[g] + one + two, 0.0)) - norm[g])
-        rise = scale[g] * root(max(total[g] + one, 0.0)) - norm[g]
-        return float(rise + scale[h] * root(max(total[h] + two, 0.0)) - norm[h])
+        """What the norms rise by at most since they were computed, if packs p and q changed."""
+        rise = 0.0
+        for k in (load_of(p), load_of(q)):
+            rise += price[k // ranks] * (power(load[k] / scale[k // ranks]) - powers[k])
+        return rise
 
-    def member(p: int, number_of: int) -> int:
-        """One of the atoms of a pack."""
-        a = head[p]
-        for _ in range(number_of % int(number[p])):
-            a = after[a]
-        return int(a)
+    def member(p: int, draw: int) -> int:
+        """One of the atoms of a pack that is not empty; strides of 0.62 n meet all packs soon."""
+        a = draw % n
+        for _ in range(n):
+            if pack[a] == p:
+                return int(a)
+            a = a + stride if a + stride < n else a + stride - n
+        return -1
 
     for a in range(n):
-        enter(a, pack_of[a])
+        count(a, pack[a], 1)
     for group in range(groups):
         measure(group)
     least = heaviest.sum()
@@ -692,8 +518,7 @@ def _refine(
             for a in range(n):
                 back = pack_of[a] if phase == 0 else best[a]
                 if pack[a] != back:
-                    leave(a)
-                    enter(a, back)
+                    move(a, back)
             for group in range(groups):
                 measure(group)
         allowed = loose * (1 - since / tries)
@@ -706,24 +531,17 @@ def _refine(
         if number[p] == 0:
             continue
         a = member(p, draw // 1024)
-        # Another pack q: one with a part of the same tree, the lightest of the group, or any.
+        if a < 0:
+            continue
+        # Another pack q, as often as not one with a part of the same tree.
         state = (state * 25214903917 + 11) & 281474976710655
         draw = state >> 16
         low, high = first[cluster[a]], first[cluster[a] + 1]
-        where = draw % 4
-        q = draw // 4 % packs
-        if where < 2:
-            q = pack[low + draw // 4 % (high - low)]
-        elif where == 2:
-            light = group * ranks
-            for at in range(group * ranks, (group + 1) * ranks):
-                if load[at] < load[light]:
-                    light = at
-            q = light + draw // 64 % waves * ranks if by_rank else light
-        if load_of(p) == load_of(q):
+        q = pack[low + draw // 4 % (high - low)]
+        if draw % 2 or load_of(p) == load_of(q):
             q = draw // 4 % packs
-            if load_of(p) == load_of(q):
-                continue
+        if load_of(p) == load_of(q):
+            continue
         state = (state * 25214903917 + 11) & 281474976710655
         draw = state >> 16
         kind, done, chosen, rise = draw % 4, 0, 0, np.inf
@@ -735,8 +553,7 @@ def _refine(
                     continue
                 if number[p] == 1:
                     break
-                leave(b)
-                enter(b, q)
+                move(b, q)
                 moved[done], came[done] = b, p
                 done += 1
                 if not fits(q):
@@ -748,21 +565,16 @@ def _refine(
                     break
         else:
             b = member(q, draw // 4)
-            if kind == 2 and where < 2:
-                b = low + draw // 4 % (high - low)
-                if pack[b] != q:
-                    continue
-            if kind == 3 and cluster[a] == cluster[b]:
+            if b < 0 or (kind > 2 and cluster[a] == cluster[b]):
                 continue
             for k in range(2):
                 c, source, target = (a, p, q) if k == 0 else (b, q, p)
                 left, right = c, c + 1
-                if kind == 3:
+                if kind > 2:
                     left, right = first[cluster[c]], first[cluster[c] + 1]
                 for atom in range(left, right):
                     if pack[atom] == source:
-                        leave(atom)
-                        enter(atom, target)
+                        move(atom, target)
                         moved[done], came[done] = atom, source
                         done += 1
             if fits(p) and fits(q):
@@ -771,8 +583,7 @@ def _refine(
             chosen = 0
         while done > chosen:
             done -= 1
-            leave(moved[done])
-            enter(moved[done], came[done])
+            move(moved[done], came[done])
         if chosen:
             measure(load_of(p) // ranks)
             measure(load_of(q) // ranks)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenstep.core.plan import Plan
-from evenstep.core.ragged import FloatArray, IntArray, divided_up, offsets_of, rounded_up
+from evenstep.core.ragged import BoolArray, FloatArray, IntArray, divided_up, offsets_of, rounded_up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +23,7 @@ class Bars:
     top: FloatArray
     bottom: FloatArray
     length: FloatArray  # mean length of the segments in the bar, for its shade
+    shared: BoolArray  # whether the bar is one segment that others see in front
     segments: int
     tokens: int
     merged: int
@@ -45,6 +46,10 @@ def bars_of(plan: Plan, micro: int, narrowest: float, thinnest: float) -> Bars:
     if together > 1:
         return _thin_rows(row_of, lengths, width, count, together)
     left, right = starts / width, (starts + lengths) / width
+    shared = np.zeros(len(lengths), bool)
+    if plan.segments.parent is not None:
+        parent = plan.segments.parent[segments]
+        shared[parent[parent >= 0]] = True
     group = _groups(left, right, row_of, narrowest)
     firsts = np.flatnonzero(np.diff(group, prepend=-1))
     lasts = np.append(firsts[1:], len(group)) - 1 if len(firsts) else firsts
@@ -56,6 +61,7 @@ def bars_of(plan: Plan, micro: int, narrowest: float, thinnest: float) -> Bars:
         row_of[firsts] / count,
         (row_of[firsts] + 1) / count,
         (total[lasts + 1] - total[firsts]) / np.maximum(size, 1),
+        shared[firsts] & (size == 1),
         len(lengths),
         int(total[-1]),
         int(size[size > 1].sum()),
@@ -94,6 +100,7 @@ def _thin_rows(
         top,
         top + rows[shown] / count,
         tokens[shown] / held[shown],
+        np.zeros(len(share), bool),
         len(lengths),
         int(lengths.sum()),
         len(lengths),

@@ -37,6 +37,7 @@ _LAYERS = [
     "hatch",
     *_SHADES,
     *(f"apart {s}" for s in _SHADES),
+    "shared",
     "block",
     "empty",
 ]
@@ -62,6 +63,7 @@ class Drawing:
         self.second_work = next(
             (panel.line.second_name for panel in panels if panel.line.second_name), ""
         )
+        self.has_shared = any(panel.plan.segments.parent is not None for panel in panels)
         self._hover = sum(panel.blocks for panel in panels) <= _MOST_HOVERS
         self._narrowest = self._fit(panels)
         self._merged = 0
@@ -143,6 +145,8 @@ class Drawing:
             shade = f"s{self.shading.shade(float(bars.length[index]))}"
             layer = f"apart {shade}" if right - left >= _APART else shade
             paint[layer].append(_rect(x + left, y + top, max(right - left, 0.4), bottom - top))
+            if bars.shared[index]:  # a line along the top of what others see in front
+                paint["shared"].append(_rect(x + left, y + top, max(right - left, 0.4), 3))
         return _hover(panel, rank, wave, bars, box)
 
     def _fit(self, panels: Sequence[Panel]) -> float:

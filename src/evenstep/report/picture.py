@@ -151,10 +151,11 @@ def _compose(
         parts.append(f'<text class="note" x="{LEFT}" y="{y:g}">{escape(note)}</text>')
         y += 17
     height = y + 10
+    colours = _COLOURS + (".evenstep .shared{fill:$mark}" if drawing.has_shared else "")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="evenstep" role="img" '
         f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}">'
-        f"<title>{escape(title)}</title><style>{_FORM}{ink.themed(_COLOURS)}</style>{_PATTERN}"
+        f"<title>{escape(title)}</title><style>{_FORM}{ink.themed(colours)}</style>{_PATTERN}"
         f'<rect class="paper" width="{WIDTH}" height="{height:g}"/>{"".join(parts)}</svg>\n'
     )
 
@@ -196,6 +197,8 @@ def _legend(drawing: Drawing, y: float) -> str:
     add(box.format(kind="idle"), "waiting")
     if drawing.second_work:
         add(box.format(kind="second"), f"second work ({drawing.second_work})")
+    if drawing.has_shared:
+        add(box.format(kind="shared"), "shared prefix")
     if drawing.has_empty:
         add(box.format(kind="empty"), "empty micro-batch")
     if drawing.unit is None:

@@ -156,7 +156,11 @@ def _saving(
             before += float(spent[step : step + together].sum())
             groups = None if plan.groups is None else plan.groups[inside]
             columns = {name: plan.columns[name][inside] for name in whole.columns}
-            changed = planner(plan.lengths[inside], whole, groups=groups, columns=columns)
+            shared = plan.prefixes and plan.prefixes.take(np.flatnonzero(inside))
+            sharing = {"prefixes": shared} if shared else {}
+            changed = planner(
+                plan.lengths[inside], whole, groups=groups, columns=columns, **sharing
+            )
             after += float(step_times(changed).sum()) / shared_by
     except EvenstepError:
         return 0.0

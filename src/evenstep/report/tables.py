@@ -95,8 +95,20 @@ def _contents(stats: Mapping[str, Value]) -> Section:
                 _int(stats, "num_micro_batches"),
                 f"{count(empty)} empty, to keep counts equal" if empty else "",
             ),
+            *_sharing(stats),
         ],
     )
+
+
+def _sharing(stats: Mapping[str, Value]) -> list[Row]:
+    """What shared prefixes save, if samples were planned with them."""
+    possible = _number(stats, "shared_tokens_possible") if "shared_tokens_possible" in stats else 0
+    if not possible:
+        return []
+    saved = _number(stats, "shared_tokens_saved")
+    tokens = factor((saved + _number(stats, "tokens")) / _number(stats, "tokens"))
+    note = f"{percent(saved / possible)} of the possible; {tokens} fewer tokens"
+    return [Row("tokens saved by sharing", _int(stats, "shared_tokens_saved"), note)]
 
 
 def _padding(stats: Mapping[str, Value]) -> Section:

@@ -616,7 +616,7 @@ class RolloutBatch:
             columns[name] = tensor.numpy()
         prefixes = None
         if share_prefixes:
-            prefixes = find_prefixes([self[row]["input_ids"] for row in range(len(self))])
+            prefixes = find_prefixes([self[row]["input_ids"].numpy() for row in range(len(self))])
         stream = PlannedStream(
             Lengths(self.spans.run_lengths),
             recipe,
@@ -627,9 +627,9 @@ class RolloutBatch:
             columns=columns,
             prefixes=prefixes,
         )
-        plans = [stream.plan_epoch(epoch) for epoch in range(whole_number("epochs", epochs))]
+        count = whole_number("epochs", epochs)
         return RolloutPlan(
-            epochs=tuple(plans),
+            epochs=tuple(stream.plan_epoch(epoch) for epoch in range(count)),
             lengths=self.lengths,
             width=self.width,
             row_digests=self.row_digests,

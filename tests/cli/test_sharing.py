@@ -1,0 +1,86 @@
+"""What the commands say about prompts that samples share."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenstep import Plan
+from evenstep.cli import main
+
+BUDGET = ["--max-tokens", "1000", "--ranks", "2", "--column", "n", "--groups", "prompt"]
+SHARING = [*BUDGET, "--prompts", "prompt_tokens"]
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Four prompts of 100 tokens with four answers each."""
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{110 + 7 * (i % 4)},{'abcd'[i // 4]},100" for i in range(16)]
+    Path("samples.csv").write_text("\n".join(["n,prompt,prompt_tokens", *rows]))
+    return "samples.csv"
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_compare_shows_what_sharing_prompts_saves(
+    table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", table, *SHARING, "--json"]) == 0
+    entries = {entry["strategy"]: entry for entry in printed(capsys)}
+    shared, apart = entries["prompts shared"], entries["your settings"]
+    assert shared["stats"]["shared_tokens_saved"] == 4 * 3 * 99
+    assert shared["stats"]["tokens"] == apart["stats"]["tokens"] - 4 * 3 * 99
+    assert shared["modelled_time"] < apart["modelled_time"] / 2
+    assert "shared_tokens_saved" not in apart["stats"]
+    assert main(["compare", table, *BUDGET, "--json"]) == 0
+    assert "prompts shared" not in {entry["strategy"] for entry in printed(capsys)}
+
+
+def test_a_plan_with_shared_prompts_is_saved_and_reported(
+    table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", table, *SHARING, "--out", "steps.evenstep", "--picture", "p.svg"]) == 0
+    assert "tokens saved by sharing" in capsys.readouterr().out
+    assert "shared prefix" in Path("p.svg").read_text()
+    plan = Plan.load("steps.evenstep")
+    assert plan.segments.parent is not None
+    assert plan.prefixes is not None
+    assert main(["report", "steps.evenstep"]) == 0
+    assert "100" in capsys.readouterr().out
+    assert main(["check", "steps.evenstep"]) == 0
+    assert "in preorder" in capsys.readouterr().out
+    assert main(["report", "steps.evenstep", "--out", "page.html"]) == 0
+    assert "prompts shared" in Path("page.html").read_text()
+    capsys.readouterr()
+    # A saved plan brings its prefixes, in the order of a stream too.
+    assert main(["plan", "steps.evenstep", "--json"]) == 0
+    assert printed(capsys)["fingerprint"] == plan.fingerprint
+    assert main(["plan", table, *SHARING, "--seed", "3", "--json"]) == 0
+    assert printed(capsys)["stats"]["shared_tokens_saved"] == 4 * 3 * 99
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--column", "n", "--prompts", "prompt_tokens"], "Name the column of the prompts' ids"),
+        ([*BUDGET[4:], "--prompts", "n"], "are of one group, but their prompts have"),
+        ([*BUDGET[4:], "--prompts", "missing"], "missing"),
+    ],
+)
+def test_wrong_prompts_are_one_error(
+    options: list[str], message: str, table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", table, "--max-tokens", "1000", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_prompt_longer_than_its_sample_is_one_error(
+    table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(table).write_text("n,prompt,prompt_tokens\n9,a,12\n20,a,12\n")
+    assert main(["plan", table, *SHARING]) == 2
+    assert "cannot share 12 tokens" in capsys.readouterr().err
