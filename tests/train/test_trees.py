@@ -19,7 +19,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from evenstep import MicroBatch, Packed, Recipe, Steps, find_prefixes, make_plan
+from evenstep import (
+    MicroBatch,
+    Packed,
+    Recipe,
+    Steps,
+    Topology,
+    World,
+    find_prefixes,
+    make_plan,
+)
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_attention import use_attention
@@ -45,7 +54,7 @@ from evenstep.train import (
 )
 from tests.forests import VOCABULARY, divided, forest, micro_of
 from tests.internals import Block, errors_of_parameters
-from tests.train.on_ranks import wrapped
+from tests.train.on_ranks import Small, wrapped
 from tests.train.processes import run_processes
 
 SHAPE = DecoderShape(vocab=VOCABULARY, hidden=8, layers=2, heads=2, kv_heads=1, ffn=8)
@@ -258,6 +267,79 @@ def test_rollouts_share_prompts_and_come_back_in_order() -> None:
     assert tokens[1] < 0.6 * tokens[0]
 
 
+class Forgetful(nn.Module):
+    """A model that takes the boundaries of a batch and never looks at its tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder, self.dropout = decoder(), nn.Dropout(0.5)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.decoder(replace(batch, tree=None))
+
+
+def rollouts() -> tuple[RolloutBatch, Recipe]:
+    torch.manual_seed(0)
+    ids = torch.cat((torch.arange(8).expand(8, -1), torch.randint(0, VOCABULARY, (8, 4))), 1)
+    batch = RolloutBatch({"input_ids": ids}, lengths=[12] * 8, padding_side="right")
+    return batch, Recipe(layout=Packed(max_tokens=64))
+
+
+def test_a_model_that_ignores_shared_prefixes_is_refused_at_first_use() -> None:
+    batch, recipe = rollouts()
+    (step,) = batch.plan(recipe, share_prefixes=True).steps(batch)
+    model, said = Forgetful(), r"Forgetful computes other outputs .*check_prefixes=False"
+    with pytest.raises(ConfigError, match=said):
+        Runner(model=model, loss=cross_entropy()).run(step)
+    with pytest.raises(ConfigError, match=said):
+        compute_log_probs(model, step)
+    with pytest.raises(ConfigError, match=said):
+        compute_log_probs(model, batch, recipe, share_prefixes=True)
+    Runner(model=model, loss=cross_entropy(), check_prefixes=False).run(step)
+    compute_log_probs(model, step, check_prefixes=False)
+
+
+def test_the_check_of_shared_prefixes_runs_once_and_leaves_nothing_behind() -> None:
+    batch, recipe = rollouts()
+    (step,) = batch.plan(recipe, share_prefixes=True).steps(batch)
+    model = decoder()
+    model.blocks[0].eval()
+    slots: list[int] = []
+
+    def forward(model: Any, batch: Batch) -> torch.Tensor:
+        slots.append(batch.width)
+        torch.rand(1)
+        return model(batch)
+
+    runner = Runner(model=model, loss=cross_entropy(), forward=forward)
+    torch.manual_seed(7)
+    runner.run(step)
+    assert slots[:2] == [17, 24]  # a prompt of 7 and twice 5, and whole samples; then the step
+    assert len(slots) == 2 + len(step)
+    after = torch.rand(1)
+    torch.manual_seed(7)
+    torch.rand(len(step))
+    assert torch.equal(torch.rand(1), after)
+    assert model.training
+    assert not model.blocks[0].training
+    runner.run(step)
+    assert len(slots) == 2 + 2 * len(step)
+
+
+def test_micro_batches_that_are_too_large_are_divided_inside_a_tree() -> None:
+    batch, recipe = rollouts()
+    (step,) = batch.plan(recipe, share_prefixes=True).steps(batch)
+    (micro,) = step.micro_batches
+    whole = decoder()
+    Runner(model=whole, loss=cross_entropy()).run(step)
+    small = Small(decoder(), micro.width - 1, "forward")
+    ran = Runner(model=small, loss=cross_entropy(), on_memory="split").run(step)
+    assert ran.num_micro_batches == 2
+    expected = {f"model.{name}": each.grad for name, each in whole.named_parameters()}
+    ours = {name: each.grad for name, each in small.named_parameters()}
+    assert max(errors_of_parameters(ours, expected).values()) <= 1e-12
+
+
 def test_trees_are_compiled_and_checkpointed() -> None:
     rng = np.random.default_rng(5)
     ids = forest(rng)
@@ -275,7 +357,68 @@ def test_trees_are_compiled_and_checkpointed() -> None:
     assert max(errors_of_parameters(by_graph, expected).values()) <= 1e-12
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_both_kinds_of_checkpointing_compute_shared_prefixes_again() -> None:
+    rng = np.random.default_rng(8)
+    ids = forest(rng)
+    samples, micros = samples_of(rng, ids)[:-1], [micro_of(ids, range(len(ids)))]
+    _, expected = gradient(llama(), alone(ids), samples, cross_entropy())
+    for reentrant in (False, True):
+        model = llama()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        _, ours = gradient(model, micros, samples, cross_entropy())
+        assert max(errors_of_parameters(ours, expected).values()) <= 1e-12
+
+
+def test_a_compiled_llama_shares_prefixes_in_one_graph() -> None:
+    rng = np.random.default_rng(9)
+    ids = forest(rng)
+    samples, micros = samples_of(rng, ids)[:-1], [micro_of(ids, range(len(ids)))]
+    _, expected = gradient(llama(), alone(ids), samples, cross_entropy())
+    model = llama()
+    step = [COLLATE(micro, samples) for micro in micros]
+    assert step[0].tree is not None
+    graph = torch.compile(model, backend="aot_eager", fullgraph=True)
+    Runner(model=graph, loss=cross_entropy()).run(step)
+    ours = {name: each.grad for name, each in model.named_parameters()}
+    assert max(errors_of_parameters(ours, expected).values()) <= 1e-12
+
+
+@pytest.mark.parametrize("how", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_ranks_check_a_model_together(how: str, tmp_path: Path) -> None:
+    for ended in run_processes(2, run_checked, tmp_path, how):
+        assert ended.status == 0, ended.output
+        assert "check_prefixes=False" in ended.result
+
+
+def run_checked(rank: int, size: int, how: str) -> str:
+    """Only one of two ranks shares prefixes, and the model ignores them."""
+    batch, recipe = rollouts()
+    alone = {"input_ids": torch.randint(0, VOCABULARY, (1, 40))}
+    ids = torch.zeros((9, 40), dtype=torch.int64)
+    ids[:8, :12], ids[8] = batch.tensors["input_ids"], alone["input_ids"]
+    both = RolloutBatch({"input_ids": ids}, lengths=[12] * 8 + [40], padding_side="right")
+    recipe = replace(recipe, topology=Topology(dp=2))
+    plan = both.plan(recipe, share_prefixes=True)
+    (step,) = plan.steps(both, World(rank, size))
+    assert sum(len(rank_step) for rank_step in plan.epochs[0][0]) == 2
+    model, _ = wrapped(Forgetful(), how, size)
+    runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
+    try:
+        runner.run(step)
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "ddp",
+        "fsdp",
+        pytest.param("ddp, checkpoint", marks=pytest.mark.slow),
+        pytest.param("fsdp, checkpoint", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_share_a_step_of_trees(how: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(6)
     ids = forest(rng, 12)
@@ -294,6 +437,7 @@ def run_trees(rank: int, size: int, how: str, micros: Any, samples: Any) -> Any:
     Runner(model=model, loss=cross_entropy(), collective=Distributed()).run(batches)
     gradients = {}
     for name, each in model.named_parameters():
-        whole = each.grad.full_tensor() if how == "fsdp" else each.grad
-        gradients[name.removeprefix("module.")] = whole
+        whole = each.grad.full_tensor() if "fsdp" in how else each.grad
+        name = name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
+        gradients[name] = whole
     return gradients

@@ -31,10 +31,11 @@ from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import Segments
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_arguments import configs_in, hf_kwargs, traits_of
-from evenstep.integrations.huggingface import packed_row, undisturbed
+from evenstep.integrations.huggingface import packed_row
 from evenstep.tensors.batch import Batch, Boundaries
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import Call, attend
+from evenstep.train.framework import undisturbed
 
 __all__ = ["register_attention", "use_attention"]
 
