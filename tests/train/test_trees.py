@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -39,18 +40,22 @@ from evenstep.tensors import (
     Head,
     PerSequence,
     cross_entropy,
+    load_balancing,
     policy_gradient,
     restore_sequences,
     restore_tokens,
 )
 from evenstep.train import (
+    AllTokens,
     Distributed,
     GroupMean,
+    Loss,
     RolloutBatch,
     Runner,
     SequenceMean,
     TokenMean,
     compute_log_probs,
+    expert_frequencies,
 )
 from tests.forests import VOCABULARY, divided, forest, micro_of
 from tests.internals import Block, errors_of_parameters
@@ -167,6 +172,73 @@ def test_trees_in_float32_and_in_a_llama() -> None:
         check(seed, decoder(torch.float32), "policy_gradient", SequenceMean(), 1e-6)
         check(seed, llama(), "policy_gradient", GroupMean(), 1e-12)
     check(0, llama(torch.float32), "cross_entropy", TokenMean(), 1e-6)
+
+
+class Experts(nn.Module):
+    """A decoder and a router, whose logits are returned, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = decoder()
+        self.router = nn.Linear(VOCABULARY, 3, dtype=torch.float64)
+
+    def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
+        logits = self.decoder(batch)
+        return {"logits": logits, "router_logits": self.router(logits).unsqueeze(2)}
+
+
+@pytest.mark.parametrize("over", ["step", "sequence"])
+def test_experts_count_a_slot_for_each_of_its_samples(over: Any) -> None:
+    rng, model = np.random.default_rng(4), Experts()
+    ids = forest(rng)
+    samples = samples_of(rng, ids)[:-1]
+    found = []
+    for micros in (divided(rng, ids), alone(ids)):
+        batches = [COLLATE(micro, samples) for micro in micros]
+        shares = expert_frequencies(model, batches, top_k=2, forward=lambda m, batch: m(batch))
+        balance = load_balancing(top_k=2, over=over, frequencies=shares if over == "step" else None)
+        losses = {
+            "nll": Loss(function=cross_entropy()),
+            "balance": Loss(function=balance, normalization=AllTokens(), weight=0.5),
+        }
+        found.append((shares, gradient(model, micros, samples, losses)[1]))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert max(errors_of_parameters(found[0][1], found[1][1]).values()) <= 1e-12
+
+
+TINY = {
+    "vocab_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@pytest.mark.parametrize("kind", ["GptOss", "Gemma2"])
+def test_windows_sinks_and_soft_caps_of_transformers_count_the_prefix(kind: str) -> None:
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1} if kind == "GptOss" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        **TINY, head_dim=16, sliding_window=3, attention_dropout=0.0, **experts
+    )
+    torch.manual_seed(0)
+    model = use_attention(getattr(transformers, f"{kind}ForCausalLM")(config))
+    rng = np.random.default_rng(0)
+    ids = forest(rng)
+    samples = samples_of(rng, ids)[:-1]
+    _, ours = gradient(model, [micro_of(ids, range(len(ids)))], samples, cross_entropy())
+    _, theirs = gradient(model, alone(ids), samples, cross_entropy())
+    assert max(errors_of_parameters(ours, theirs).values()) <= 1e-6
+
+
+def test_recurrent_layers_are_refused() -> None:
+    config = transformers.Lfm2Config(**TINY, full_attn_idxs=[1])
+    model = use_attention(transformers.Lfm2ForCausalLM(config))
+    ids = forest(np.random.default_rng(1))
+    batch = Collator()(micro_of(ids, range(len(ids))), [{"input_ids": each} for each in ids])
+    with pytest.raises(ConfigError, match=r"recurrent layers .*Plan without prefixes"):
+        Runner(model=model, loss=cross_entropy()).run([batch])
 
 
 def test_a_head_scores_each_slot_once() -> None:

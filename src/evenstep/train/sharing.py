@@ -22,9 +22,8 @@ from evenstep.train.collectives import Collective
 from evenstep.train.framework import Forward, Framework, undisturbed, unwrapped
 
 _CHECKED: WeakSet[Any] = WeakSet()
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-2}
-"""The most that outputs may differ, relative to their norm. float32 may be TF32."""
-HALF = 0.1
+TF32, HALF = 1e-2, 0.1
+"""The most that outputs may differ by rounding, relative to their norm."""
 
 
 def check_sharing(
@@ -56,7 +55,7 @@ def check_sharing(
         try:
             batch = collate(*item)
             batch = batch if device is None else batch.to(device)
-            difference, allowed = _difference(inner, forward, batch)
+            difference, allowed = difference_of(inner, forward, batch)
         except Exception as raised:  # other ranks wait for the sum below
             error = raised
     fine = error is None and difference <= allowed  # False if it is NaN
@@ -89,7 +88,7 @@ def pair_of(micro: MicroBatch) -> MicroBatch | None:
     return replace(pair, width=rounded_up(slots, math.lcm(micro.width_unit, micro.alignment)))
 
 
-def _difference(model: Any, forward: Forward, batch: Batch) -> tuple[float, float]:
+def difference_of(model: Any, forward: Forward, batch: Batch) -> tuple[float, float]:
     """How far outputs behind the shared prefix differ from those of whole samples, and how far
     rounding lets them."""
     dtypes: set[torch.dtype] = set()
@@ -112,7 +111,9 @@ def _difference(model: Any, forward: Forward, batch: Batch) -> tuple[float, floa
         difference = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
         worst = worst if difference <= worst else difference  # NaN, too
         dtypes.add(shared[name].dtype)
-    return worst, max((ROUNDING.get(each, HALF) for each in dtypes), default=HALF)
+    exact = torch.get_float32_matmul_precision() == "highest"
+    rounding = {torch.float64: 1e-9, torch.float32: 1e-4 if exact else TF32}
+    return worst, max((rounding.get(each, HALF) for each in dtypes), default=HALF)
 
 
 def _outputs(outputs: Any, batch: Batch) -> dict[str, Tensor]:
