@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from docs.pictures.canvas import Canvas
-from evenstep import Packed, Padded, Plan, Recipe, Topology, make_plan
+from evenstep import MicroBatch, Packed, Padded, Plan, Prefixes, Recipe, Topology, make_plan
 
 LENGTHS = [9, 2, 3, 16, 4, 2, 7, 3, 12, 2, 5, 3]
 BUDGET = 20
@@ -173,7 +173,49 @@ def cursors() -> Canvas:
     return canvas
 
 
+def trees() -> Canvas:
+    """A step of four answers to each of two prompts on two ranks, with and without sharing."""
+    prompt, answers = 14, [6, 3, 4, 8, 2, 5, 7, 3]
+    lengths, groups = [prompt + each for each in answers], [0, 0, 0, 0, 1, 1, 1, 1]
+    recipe = Recipe(layout=Packed(max_tokens=44), topology=Topology(dp=2))
+    prefixes = Prefixes.of_groups(groups, [prompt] * len(lengths))
+    canvas, y = Canvas("One step without and with shared prompts", 780, 330), 24
+    for plan, name in (
+        (make_plan(lengths, recipe), "Every answer with its prompt"),
+        (make_plan(lengths, recipe, prefixes=prefixes), "Every prompt once per micro-batch"),
+    ):
+        slots = sum(micro.width for rank in range(2) for micro in plan[0, rank])
+        canvas.text(16, y, f"{name}: {slots} slots", "h")
+        y += 12
+        for rank in range(2):
+            canvas.text(20, y + 15, f"rank {rank}")
+            for micro in plan[0, rank]:
+                _tree_row(canvas, y, micro, prompt)
+                y += 24
+            y += 6
+        y += 30
+    canvas.box(80, 306, 14, 14, "s4")
+    canvas.text(100, 318, "prompt", "note")
+    canvas.box(170, 306, 14, 14, "s1")
+    canvas.text(190, 318, "answer, with its number", "note")
+    return canvas
+
+
+def _tree_row(canvas: Canvas, y: float, micro: MicroBatch, prompt: int) -> None:
+    x, parts = 80.0, micro.segments
+    for sample, start, length in zip(parts.sample, parts.start, parts.length, strict=True):
+        shared = max(min(int(start + length), prompt) - int(start), 0)
+        if shared:
+            canvas.box(x, y, shared * SLOT, 20, "s4")
+        if length > shared:
+            width = (int(length) - shared) * SLOT
+            canvas.box(x + shared * SLOT, y, width, 20, "s1")
+            canvas.text(x + shared * SLOT + width / 2, y + 14, str(sample), "small middle")
+        x += int(length) * SLOT
+
+
 PICTURES = {
+    "trees": trees,
     "lengths-to-plan": lengths_to_plan,
     "layouts": layouts,
     "lock-step": lock_step,

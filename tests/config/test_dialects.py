@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology
-from evenstep.config import FaultsError, StreamSettings, load_recipe, load_settings
+from evenstep.config import FaultsError, StreamSettings, load_file, load_recipe, load_settings
 from evenstep.data import Pool
 from tests.config import dialect_files as files
 from tests.config.dialect_files import CASES, Case
@@ -127,7 +127,8 @@ def test_a_megatron_file_with_interpolations(tmp_path: Path) -> None:
     assert loaded.settings.log_probs.layout.max_tokens == 4096
     assert "${mul:${policy.max_total" in loaded.origins["layout.max_tokens"]
     assert set(loaded.ignored) == {
-        "grpo", "policy.model_name", "policy.megatron_cfg.optimizer", "policy.max_grad_norm",
+        "grpo.num_prompts_per_step", "grpo.seed", "policy.model_name",
+        "policy.megatron_cfg.optimizer", "policy.max_grad_norm",
     }  # fmt: skip
 
 
@@ -226,6 +227,46 @@ def test_fixed_batches_of_verl(tmp_path: Path) -> None:
 
 
 # Loading -----------------------------------------------------------------------------------------
+
+
+VERL_ANSWERS = """
+actor_rollout_ref:
+  actor: {use_dynamic_bsz: true}
+  rollout: {n: 8}
+  model: {use_remove_padding: true}
+"""
+ROLL_ANSWERS = """
+num_return_sequences_in_group: 8
+actor_train:
+  use_sequence_packing: true
+  sequence_packing_args:
+    algorithm: load_balance
+    max_packed_sequence_length_train: 4096
+    max_packed_sequence_length_forward: 4096
+"""
+NEMO_ANSWERS = """
+policy: {sequence_packing: {enabled: true, train_mb_tokens: 2048, logprob_mb_tokens: 2048}}
+grpo: {num_generations_per_prompt: 8}
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("verl", VERL_ANSWERS), ("roll", ROLL_ANSWERS)])
+def test_several_answers_share_their_prompt(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for count in (1, 8):
+        path.write_text(text.replace("n: 8", f"n: {count}"), encoding="utf-8")
+        path.write_text(path.read_text().replace("group: 8", f"group: {count}"), encoding="utf-8")
+        loaded = load_file(path, dialect=name)
+        assert loaded.settings.stream.share_prefixes == (count == 8)
+    assert "8 answers to a prompt" in loaded.origins["stream.share_prefixes"]
+
+
+def test_what_prevents_shared_prompts_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(NEMO_ANSWERS, encoding="utf-8")
+    loaded = load_file(path, dialect="nemo-rl")
+    assert not loaded.settings.stream.share_prefixes
+    assert any("share_prefixes), but not with layout.packer" in note for note in loaded.notes)
 
 
 def test_a_recipe_is_the_one_for_training(tmp_path: Path) -> None:

@@ -47,6 +47,15 @@ def test_losses_are_the_same_in_every_layout_and_padding_is_not() -> None:
 
 
 @pytest.mark.slow
+def test_rewards_are_the_same_with_shared_prompts_at_fewer_tokens() -> None:
+    printed = run("--share-prompts", "--iterations", "3", "--prompts", "16")
+    assert all(differs < 1e-9 for *_, differs in rows(printed).values())
+    ((saved, differs),) = re.findall(r"\(([\d.]+)x fewer\); rewards differ by (\S+)", printed)
+    assert float(saved) > 2
+    assert float(differs) < 1e-6
+
+
+@pytest.mark.slow
 def test_feeding_and_ray_run_the_same_file() -> None:
     options = (*SMALL, "--layout", "packed")
     assert losses(run(*options, "--ray", "2")) == pytest.approx(losses(run(*options)), abs=2e-6)

@@ -30,6 +30,8 @@ class StreamSettings:
     shuffle        every epoch has an order of its own; false: as stored
     infinite_loop  epochs follow each other without end
     max_num_steps  the most steps of the stream
+    share_prefixes samples that begin with the same tokens compute these once; for rollouts, pass it
+                   to `RolloutBatch.plan` and `compute_log_probs`
 
     >>> StreamSettings(pool=Pool(samples=32), seed=42).options()["seed"]
     42
@@ -40,10 +42,11 @@ class StreamSettings:
     shuffle: bool = True
     infinite_loop: bool = False
     max_num_steps: int | None = None
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", seed_number(self.seed))
-        for name in ("shuffle", "infinite_loop"):
+        for name in ("shuffle", "infinite_loop", "share_prefixes"):
             truth_field(self, f"stream.{name}")
         if self.max_num_steps is not None:
             whole_field(self, "stream.max_num_steps", least=0)

@@ -184,7 +184,7 @@ class MicroBatch:
         """
         if self.groups is not None:
             return by_first_appearance(self.groups)[0]
-        if self.segments.parent is None:
+        if self.segments.parent is None or self.is_empty:
             return np.arange(len(self.segments))
         trees = np.cumsum(self.segments.parent < 0) - 1
         samples: IntArray = by_first_appearance(self.segments.sample)[0]

@@ -31,10 +31,12 @@ from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import Segments
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_arguments import configs_in, hf_kwargs, traits_of
-from evenstep.integrations.huggingface import packed_row, undisturbed
+from evenstep.integrations.huggingface import packed_row
 from evenstep.tensors.batch import Batch, Boundaries
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import Call, attend
+from evenstep.train.framework import undisturbed
+from evenstep.train.sharing import difference_of
 
 __all__ = ["register_attention", "use_attention"]
 
@@ -193,6 +195,13 @@ def fault_of(model: Any, *, shared: bool = False, **inputs: Any) -> str | None:
         tokens = torch.tensor(traits_of(roots[0]).plain_tokens(sum(_PAIR)))
         batch = _shared_row(tokens) if shared else packed_row(tokens.split(_PAIR))
         batch = batch.to(roots[0].get_input_embeddings().weight.device)
+        if shared:
+            for part in model.modules():  # of state-space, linear-attention and convolution layers
+                if isinstance(part, nn.Conv1d) and part.groups == part.in_channels:
+                    return "its recurrent layers see the slots in front, not those of the sample"
+            apart, allowed = difference_of(model, lambda m, b: m(**hf_kwargs(b, roots[0])), batch)
+            if not apart <= allowed:
+                return f"its outputs differ from those of whole samples by {apart:.1%}"
         with undisturbed(model), ExitStack() as stack:
             for part in model.modules():
                 if "attention" in type(part).__name__.lower():

@@ -15,8 +15,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
@@ -46,7 +45,7 @@ from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import select_output
 from evenstep.tensors.segment_attention import one_segment_per_row
-from evenstep.train.framework import register_forward, unwrapped
+from evenstep.train.framework import register_forward, undisturbed, unwrapped
 
 __all__ = [
     "HfCollate",
@@ -246,7 +245,8 @@ def _check_shares(model: Any, batch: Batch) -> None:
     hf_kwargs(batch, model)  # says what its arguments prevent
     from evenstep.integrations.hf_attention import fault_of
 
-    why = fault_of(inner, shared=True)
+    # Forwards of fully_shard communicate, and other ranks may have no shared prefix here.
+    why = None if isinstance(inner, FSDPModule) else fault_of(inner, shared=True)
     if why is not None:
         raise ConfigError(
             f"{type(inner).__name__} cannot share prefixes: {why}. Plan without prefixes."
@@ -650,28 +650,6 @@ class _Probe:
             if values is not None:
                 return values
         raise ValueError("outputs without logits or last_hidden_state")
-
-
-@contextmanager
-def undisturbed(model: Any) -> Iterator[None]:
-    """Evaluation mode, without gradients, compilation and warnings; everything as before after."""
-    training = {module: module.training for module in model.modules()}
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    model.eval()
-    try:
-        with (
-            torch.random.fork_rng(devices=[device.index for device in devices]),
-            torch.no_grad(),
-            # Compiled layers would run neither the attention function again, nor hooks.
-            torch.compiler.set_stance("force_eager"),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-        torch.clear_autocast_cache()  # casts without a gradient
 
 
 for _library in ("transformers", "peft"):

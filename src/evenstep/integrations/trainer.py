@@ -52,7 +52,7 @@ from evenstep.integrations.hf_arguments import (
     text_config,
     traits_of,
 )
-from evenstep.integrations.huggingface import support_of, undisturbed
+from evenstep.integrations.huggingface import support_of
 from evenstep.integrations.run_state import gather_state
 from evenstep.integrations.sampler import (
     CountedCollate,
@@ -65,6 +65,7 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import SAMPLE_KEYS, Collator
 from evenstep.tensors.losses import load_balancing
 from evenstep.train.collectives import Alone, Distributed, has_group
+from evenstep.train.framework import undisturbed
 from evenstep.train.normalization import AllTokens, expert_frequencies, weighted
 
 __all__ = ["EvenstepMixin"]

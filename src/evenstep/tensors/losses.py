@@ -745,6 +745,8 @@ def count_experts(
         counts, choices = count_experts(outputs.router_logits, weighted(batch, AllTokens()), 2)
     """
     outputs = select_output(router_logits, OUTPUT, batch.rows, batch.width)
+    if batch.tree is not None:  # a slot counts for each of its samples
+        outputs, batch = batch.tree.of_samples(outputs), batch.tree.samples
     logits = _checked(outputs.flatten(0, 1), top_k)
     weights = batch.loss_weights.flatten().double()
     chosen = torch.where(weights[:, None, None] != 0, _chosen(logits, top_k), 0.0)

@@ -105,20 +105,13 @@ def check_labels(batch: Batch, loss_tokens: Mapping[int, int]) -> None:
             )
 
 
-def check_tree(batch: Batch, preprocess: object, on_memory: str) -> None:
+def check_tree(batch: Batch, preprocess: object) -> None:
     """Raise if the samples of a batch share prefixes and an option of the runner prevents it."""
-    if batch.tree is None:
-        return
-    if preprocess is not None:
+    if batch.tree is not None and preprocess is not None:
         raise ConfigError(
             "preprocess gets the slots of a micro-batch, which samples share here. Compute its "
             "values before the step (compute_log_probs) and add them to the samples, or plan "
             "without prefixes."
-        )
-    if on_memory == "split":
-        raise ConfigError(
-            "on_memory='split' cannot divide samples that share prefixes. Use on_memory='raise' "
-            "and a smaller max_tokens, or plan without prefixes."
         )
 
 

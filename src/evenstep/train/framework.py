@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
@@ -77,6 +78,30 @@ def device_of(model: Any) -> torch.device | None:
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     device = next((parameter.device for parameter in parameters), None)
     return None if device is not None and device.type == "meta" else device
+
+
+@contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """Evaluation mode, without gradients, compilation and warnings; everything as before after."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []  # or a function
+    training = {module: module.training for module in modules}
+    devices = {p.device for each in modules[:1] for p in each.parameters()}
+    for module in modules:
+        module.training = False
+    try:
+        with (
+            torch.random.fork_rng(devices=[each.index for each in devices if each.type == "cuda"]),
+            torch.no_grad(),
+            # Compiled layers would run neither the attention function again, nor hooks.
+            torch.compiler.set_stance("force_eager"),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        torch.clear_autocast_cache()  # casts without a gradient
 
 
 class Framework:

@@ -39,6 +39,7 @@ from evenstep.train.normalization import (
     weighted,
 )
 from evenstep.train.result import ComputeTime, HostSegments, Keep, Keeper, StepResult, Stopwatch
+from evenstep.train.sharing import check_sharing
 from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor | tuple[Sums | Tensor, Tensor]]
@@ -116,6 +117,8 @@ class Runner:
                   and `update`, which skips steps that are not finite
     keep          `samples` or `tokens`: return the loss values of each sample, or also of each
                   token, in `StepResult.kept`
+    check_prefixes  before the first step whose samples share prefixes, compare two of them with
+                  the same samples whole, without gradients. Not for batches that are collated
     """
 
     model: Any
@@ -135,6 +138,7 @@ class Runner:
     on_nonfinite: OnNonfinite | None = None
     scaler: Any = None
     keep: Keep | None = None
+    check_prefixes: bool = True
     _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The fingerprint of the first step, once ranks have compared it."""
 
@@ -205,6 +209,12 @@ class Runner:
             raise ConfigError(
                 "on_memory='split' divides micro-batches without regard to other ranks, but "
                 "equal_tokens makes those of a wave equally wide. Leave one of them out."
+            )
+        if self.check_prefixes and step.batches is None and self.shard is None:
+            assert self.forward is not None
+            device = device_of(self.model) if self.device is None else self.device
+            check_sharing(
+                self.model, self.forward, self.collate, device, step, step.plan, self.collective
             )
         while True:
             items = step if step.batches is None else step.batches
@@ -553,7 +563,7 @@ class StepRun:
         self, batch: Batch, micro: MicroBatch | None = None, born: Collection[float] = ()
     ) -> Prepared:
         """Check a batch, count what it holds and move it to the device, if that has memory."""
-        checks.check_tree(batch, self.runner.preprocess, self.runner.on_memory)
+        checks.check_tree(batch, self.runner.preprocess)
         groups = set() if self.groups is None else self.groups.check(batch.unshared, micro)
         if self.step_loss.mode == "known" and self.step is not None and self.step.loss_tokens:
             checks.check_labels(batch.unshared, self.step.loss_tokens)

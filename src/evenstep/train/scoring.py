@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from evenstep.core.plan import MicroBatch
+from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.prefixes import find_prefixes
 from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.step import Step
@@ -26,6 +26,7 @@ from evenstep.train.checks import TokenIds
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import Forward, device_of, forward_of
 from evenstep.train.runner import Prefetch
+from evenstep.train.sharing import check_sharing
 
 
 class SampleSequence(Protocol):
@@ -50,6 +51,7 @@ def compute_log_probs(
     entropy: bool = False,
     head: Head | nn.Linear | Tensor | None = None,
     share_prefixes: bool = False,
+    check_prefixes: bool = True,
 ) -> list[Tensor]:
     """The log-prob of every token of every sample, given the tokens before it.
 
@@ -66,7 +68,8 @@ def compute_log_probs(
     need `input_ids` only; other keys are ignored unless `collate` is given. Logits are divided by
     `temperature`. With `entropy`, each result is (tokens, 2): the log-prob, and the entropy of the
     distribution that predicts the token. With `head`, the model returns hidden states; see `Head`.
-    With `share_prefixes`, samples that begin with the same tokens run these once.
+    With `share_prefixes`, samples that begin with the same tokens run these once;
+    `check_prefixes` compares two of them with whole samples, at first use of the model.
 
     >>> from evenstep import Packed
     >>> from evenstep.demo.decoder import Decoder, DecoderShape
@@ -83,6 +86,7 @@ def compute_log_probs(
         forward=forward_of(model) if forward is None else forward,
         device=device_of(model) if device is None else device,
         prefetch=prefetch,
+        check_prefixes=check_prefixes,
         options={"head": Head.of(head), "temperature": temperature, "wanted": wanted},
     )
     if isinstance(samples, Step):
@@ -92,6 +96,8 @@ def compute_log_probs(
                 "share_prefixes have no effect. Leave them out."
             )
         items = samples if samples.batches is None else samples.batches
+        if samples.batches is None:
+            scorer.check(samples, samples.plan, Alone())
         restored = restore_ragged(samples, scorer.results(items), shifted=True)
         return list(restored.values.split(torch.diff(restored.offsets).tolist()))
     ranks = Alone() if collective is None else collective
@@ -134,7 +140,9 @@ def _score_planned(
         for step in range(plan.num_steps)
         for position, micro in enumerate(plan[step, ranks.rank])
     }
-    results = scorer.results((micro, samples) for micro in mine.values())
+    items = [(micro, samples) for micro in mine.values()]
+    scorer.check(items, plan, ranks)
+    results = scorer.results(items)
     with torch.no_grad():
         restored = restore_ragged(plan, dict(zip(mine, results, strict=True)), shifted=True)
         values = ranks.all_reduce_sum(restored.values).to(restored.values.device)
@@ -150,7 +158,13 @@ class _Scorer:
     forward: Forward
     device: torch.device | str | None
     prefetch: int
+    check_prefixes: bool
     options: Any
+
+    def check(self, items: Iterable[Any], plan: Plan | None, ranks: Collective) -> None:
+        """Compare samples that share a prefix with whole ones, at first use of the model."""
+        if self.check_prefixes:
+            check_sharing(self.model, self.forward, self.collate, self.device, items, plan, ranks)
 
     def results(self, items: Iterable[tuple[MicroBatch, Any] | Batch]) -> list[Tensor]:
         """The scores of each micro-batch, (rows, width) or (rows, width, 2)."""

@@ -50,6 +50,8 @@ def _faults(settings: Settings) -> list[str]:
         "log_probs has no effect on training. Remove it.": settings.log_probs is not None,
         "stream.pool has no effect: the trainer tokenizes all samples first and plans whole "
         "steps. Remove it.": stream.pool is not None,
+        "stream.share_prefixes has no effect: it is for rollouts, and the trainer packs whole "
+        "samples. Remove it.": stream.share_prefixes,
         "second_work has no effect: the trainer reads text only. Remove it.": (
             recipe.second_work is not None
         ),

@@ -19,6 +19,7 @@ DIVISIBLE = "policy.make_sequence_length_divisible_by"
 COMPILE = ("policy.torch_compile", f"{DTENSOR}.torch_compile")
 ROWS = "policy.train_micro_batch_size"
 NODES, GPUS = "cluster.num_nodes", "cluster.gpus_per_node"
+ANSWERS = "grpo.num_generations_per_prompt"
 COLOCATED = "policy.generation.colocated.enabled"
 GENERATION = "policy.generation.colocated.resources"
 REWARD = "env.reward_model.resources"
@@ -93,6 +94,7 @@ KEYS = {
     f"{TEACHERS}.default_teacher_cfg.gpus_per_node": whole(8),
     f"{TEACHERS}.teacher_overrides": anything(),
     "dpo.reference_policy_kl_penalty": number(),
+    ANSWERS: whole(1),
 }
 
 
@@ -107,6 +109,7 @@ def read(reader: Reader) -> None:
     _set_steps(reader)
     budget = f"{mode}.train_mb_tokens"
     _set_layout(reader, reader.train, mode if enabled else "", budget, ROWS)
+    reader.share_prompts(ANSWERS)
     budget = f"{mode}.logprob_mb_tokens"
     rows = ROWS if "dpo" in reader.tree.data else "policy.logprob_batch_size"  # as in DPO's loop
     if reader.given(budget if enabled else rows):

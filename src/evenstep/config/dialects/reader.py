@@ -93,6 +93,25 @@ class Reader:
         """Set a value of the native schema to the value of a key."""
         draft.set(path, self[name], self.where(name))
 
+    def share_prompts(self, name: str) -> None:
+        """If `name` asks for several answers to a prompt, they share it where plans can."""
+        values = self.train.values
+        packed = values.get("layout.kind") == "packed" and "layout.max_tokens" in values
+        if self[name] < 2 or not packed:
+            return
+        prevents = ["topology.cp", "layout.packer", "layout.pad_to", "balance", "equal_tokens"]
+        if "topology.variable_seq_lengths" not in values:
+            prevents.append("topology.pp")
+        reason = next((key for key in prevents if key in values), None)
+        if reason is None:
+            origin = f"derived: {self[name]} answers to a prompt ({self.where(name)})"
+            self.stream.set("stream.share_prefixes", True, origin)
+        else:
+            self.note(
+                f"{name}: the answers to a prompt could share it (stream.share_prefixes), but not "
+                f"with {reason}."
+            )
+
     # Faults and notes ----------------------------------------------------------------------------
 
     def refuse(self, sentence: str, *names: str) -> None:

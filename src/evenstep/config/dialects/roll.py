@@ -15,6 +15,7 @@ from evenstep.config.dialects.reader import Reader
 TRAINED = ("actor_train", "sft_train", "student", "student_train")
 WORKERS = (*TRAINED, "reference", "critic")
 PAIRS = ("chosen_key", "rejected_key")
+ANSWERS = "num_return_sequences_in_group"
 _BATCH = "training_args.per_device_train_batch_size"
 PACKING_COST = {"cost.per_token": 24576.0, "cost.per_pair": 1.0}
 
@@ -52,6 +53,7 @@ _WORKER = {
 KEYS = {f"{worker}.{name}": key for worker in WORKERS for name, key in _WORKER.items()}
 KEYS |= {"prompt_length": whole(), "response_length": whole(), "sequence_length": whole()}
 KEYS |= {name: word(None) for name in PAIRS}
+KEYS |= {ANSWERS: whole(1)}
 
 _AXES = {
     "tp": "tensor_model_parallel_size",
@@ -76,6 +78,7 @@ def read(reader: Reader) -> None:
             made[f"{worker}.train"] = _recipe(reader, worker, "train")
     reader.train = made[f"{main}.train"]
     reader.log_probs = made[f"{main}.infer"]
+    reader.share_prompts(ANSWERS)
     for name, draft in made.items():
         other = reader.log_probs if name.endswith(".infer") else reader.train
         if draft.values != other.values:

@@ -82,6 +82,7 @@ def read(reader: Reader) -> None:
         _set_budget(reader, reader.train, BUDGET, reader[BUDGET], width, reader.where(BUDGET))
     else:
         _set_fixed(reader, reader.train, f"{ACTOR}.ppo_micro_batch_size", dp, "use_dynamic_bsz")
+    reader.share_prompts(f"{ROLLOUT}.n")
     drafts = []
     for worker in (ROLLOUT, REF):
         drafts.append(_log_probs(reader, base.copy(), worker, dp, width))
