@@ -142,6 +142,15 @@ def test_sharding_and_recomputing_never_take_more_memory(
     assert plain.to_dict()["peak"] == plain.peak
 
 
+def test_bytes_of_a_token_follow_the_table_of_model_size() -> None:
+    # 48 layers: hidden 2048, queries 4096, keys 512 (both normed), 8 experts of width 768.
+    size = ModelSize.of(named_config("qwen3-30b-a3b"))
+    hidden, heads, width, experts = 2048, 4096 + 512, 8 * 768, 8
+    assert size.kept == 48 * (16 * hidden + (4 + 6) * heads + 8 * width + 6 * hidden * experts)
+    moved = 250 * hidden + (70 + 108) * heads + 30 * width + 18 * hidden * experts
+    assert size.moved == 48 * moved
+
+
 @given(st.sampled_from(sorted(PRESETS)), st.sampled_from(sorted(GPUS)), st.integers(1, 3))
 @examples(60)
 def test_more_devices_share_the_time_of_a_micro_batch(name: str, gpu: str, power: int) -> None:
