@@ -164,8 +164,8 @@ def file(rows: list[dict[str, Any]], folder: Path) -> None:
         "# Loss from hidden states on a GPU",
         "",
         "Written by `python benchmarks/gpu_head.py` on an NVIDIA H200, torch 2.11, bfloat16: "
-        "32,768 tokens, hidden size 2,048. Loss and gradients of states and weight; the gradient of the "
-        "weight is summed in float32 by `Head`. Plain: logits and "
+        "32,768 tokens, hidden size 2,048. Loss and gradients of states and weight; the gradient "
+        "of the weight is summed in float32 by `Head`. Plain: logits and "
         "`torch.nn.functional.cross_entropy`. Errors are relative to gradients in float32 from the "
         "same inputs.",
         "",
