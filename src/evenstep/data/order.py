@@ -469,18 +469,9 @@ class ReaderStates:
         """The readers without a state here."""
         return sorted(set(range(self.readers)) - self.states.keys())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "ranks": self.ranks,
-            "workers": self.workers,
-            "turns": self.turns,
-            "readers": {str(reader): state.to_dict() for reader, state in self.states.items()},
-        }
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ReaderStates:
-        """The inverse of `to_dict`."""
+        """The position in a cursor."""
         try:
             ranks, workers = int(data["ranks"]), int(data["workers"])
             readers, turns = ranks * workers, {k: int(turn) for k, turn in data["turns"].items()}

@@ -273,8 +273,12 @@ class PooledStream(Stream):
         return self._counts[key]
 
     def _cursor(self, step: int, workers: int, turn: int, states: Iterable[ReaderState]) -> Cursor:
-        turns, by_reader = {str(self.world.rank): turn}, {state.reader: state for state in states}
-        position = ReaderStates(self.world.size, workers, turns, by_reader).to_dict()
+        position = {  # see `ReaderStates.from_dict`
+            "ranks": self.world.size,
+            "workers": workers,
+            "turns": {str(self.world.rank): turn},
+            "readers": {str(state.reader): state.to_dict() for state in states},
+        }
         return Cursor(identity=self._identity, step=step, position=position)
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
@@ -368,7 +372,7 @@ class PooledStream(Stream):
             if not micro.is_empty:
                 segments = micro.segments
                 first = (segments.start == 0) & (segments.sample < MOST_ITEMS)
-                self._items_seen += int(first.sum())
+                self._items_seen += int(np.count_nonzero(first))
                 self._micro_batches_seen += 1
         self._items_seen += sum(step.lost.get(reason, 0) for reason in ("dropped", "skipped"))
 
