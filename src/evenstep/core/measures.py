@@ -496,10 +496,12 @@ def bottleneck(table: StepTable, steps: slice) -> str:
     ratio = np.divide(costs, mean, out=np.zeros(len(mean)), where=mean > 0)
     if table.plan.num_ranks > 1 and (ratio > _MUCH).any():
         first = int((ratio > _MUCH).argmax())
+        remedy = f"Use context parallelism, split the sample, {_MORE_SAMPLES}."
+        if table.floors.behind is not None:  # both are refused with prefixes
+            remedy = "Take more samples per step (fewer updates)."
         return (
             f"{_most_expensive(table, steps.start + first)} costs {ratio[first]:.2f} times the "
-            f"mean load of a rank, so ranks cannot be even. "
-            f"{_remedies(table, 'Use context parallelism, split the sample')}."
+            f"mean load of a rank, so ranks cannot be even. {remedy}"
         )
     # Then what no plan of the worst step could avoid.
     ideal = table.unpadded[steps]
@@ -544,8 +546,9 @@ def _of_floor(table: StepTable, step: int) -> str:
     if binds == "waves":
         return (
             f"Long sequences cannot share a micro-batch, so all ranks wait for them in their wave "
-            f"(the longest: {longest}). "
-            f"{_remedies(table, f'Raise {_budget(plan)}, use context parallelism')}."
+            f"(the longest: {longest}). Raise {_budget(plan)}"
+            f"{', use context parallelism' if table.floors.behind is None else ''}, "
+            f"{_MORE_SAMPLES}."
         )
     if binds == "cuts":
         return (
@@ -577,13 +580,6 @@ def _of_floor(table: StepTable, step: int) -> str:
         f"{segments.stop - segments.start} sequences on {plan.num_ranks} ranks cannot be even (the "
         f"most expensive: {longest}). Take more samples per step (fewer updates)."
     )
-
-
-def _remedies(table: StepTable, remedies: str) -> str:
-    """These, or more samples; samples that share prefixes cannot be divided."""
-    if table.floors.behind is None:
-        return f"{remedies}, {_MORE_SAMPLES}"
-    return "Take more samples per step (fewer updates)"
 
 
 def _of_count(table: StepTable, step: int, segments: slice) -> str:

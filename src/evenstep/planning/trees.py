@@ -329,7 +329,8 @@ def _search(forest: Forest, units: Units, recipe: Recipe, wanted: int | None) ->
     # Limits that packs which hold the budget, or a segment alone, may exceed.
     per_slot = (atoms.extra / np.maximum(atoms.size, 1)[:, None]).max(axis=0)
     binds = per_slot * max(capacity, int(atoms.size.max())) > atoms.caps
-    atoms = replace(atoms, extra=atoms.extra[:, binds], caps=atoms.caps[binds])
+    extra = np.ascontiguousarray(atoms.extra[:, binds])  # kernels are compiled for one layout
+    atoms = replace(atoms, extra=extra, caps=atoms.caps[binds])
     piece = _divide(atoms, recipe, wanted)
     count = int(piece.max()) + 1
     sums = atoms.sums(piece, count)
