@@ -179,7 +179,7 @@ def trees() -> Canvas:
     lengths, groups = [prompt + each for each in answers], [0, 0, 0, 0, 1, 1, 1, 1]
     recipe = Recipe(layout=Packed(max_tokens=44), topology=Topology(dp=2))
     prefixes = Prefixes.of_groups(groups, [prompt] * len(lengths))
-    canvas, y = Canvas("One step without and with shared prompts", 780, 330), 24
+    canvas, y = Canvas("One step without and with shared prompts", 480, 282), 24
     for plan, name in (
         (make_plan(lengths, recipe), "Every answer with its prompt"),
         (make_plan(lengths, recipe, prefixes=prefixes), "Every prompt once per micro-batch"),
@@ -194,10 +194,10 @@ def trees() -> Canvas:
                 y += 24
             y += 6
         y += 30
-    canvas.box(80, 306, 14, 14, "s4")
-    canvas.text(100, 318, "prompt", "note")
-    canvas.box(170, 306, 14, 14, "s1")
-    canvas.text(190, 318, "answer, with its number", "note")
+    canvas.box(80, 258, 14, 14, "s4")
+    canvas.text(100, 270, "prompt", "note")
+    canvas.box(170, 258, 14, 14, "s1")
+    canvas.text(190, 270, "answer, with its number", "note")
     return canvas
 
 

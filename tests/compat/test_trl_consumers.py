@@ -138,7 +138,7 @@ def measured(rows: list[Any]) -> tuple[float, float]:
         cost_of_segments = cost.of_lengths(start + np.diff(ends)) - cost.of_lengths(start)
         times.append(float(cost_of_segments.sum()))
     raw = sum(len(sample["input_ids"]) for row in rows for sample in row.samples)
-    return max(times) / np.mean(times), raw / sum(len(row.tokens) for row in rows)
+    return max(times) / float(np.mean(times)), raw / sum(len(row.tokens) for row in rows)
 
 
 def test_groups_keep_their_sharing_and_rows_become_even() -> None:

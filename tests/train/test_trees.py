@@ -174,7 +174,7 @@ def test_trees_in_float32_and_in_a_llama() -> None:
     check(0, llama(torch.float32), "cross_entropy", TokenMean(), 1e-6)
 
 
-class Experts(nn.Module):
+class Experts(nn.Module):  # type: ignore[misc]
     """A decoder and a router, whose logits are returned, too."""
 
     def __init__(self) -> None:
@@ -339,7 +339,7 @@ def test_rollouts_share_prompts_and_come_back_in_order() -> None:
     assert tokens[1] < 0.6 * tokens[0]
 
 
-class Forgetful(nn.Module):
+class Forgetful(nn.Module):  # type: ignore[misc]
     """A model that takes the boundaries of a batch and never looks at its tree."""
 
     def __init__(self) -> None:
