@@ -56,6 +56,7 @@ from evenstep.planning.units import (
     more_counts,
     without_empty,
 )
+from evenstep.planning.vector_packing import limit_table
 
 Construction: TypeAlias = Callable[[Problem, int], IntArray]
 """(problem, waves) -> the address of each unit; empty if units do not fit that way."""
@@ -304,23 +305,27 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
         yield wanted
         return
     units, recipe, multiple = problem.units, problem.recipe, problem.recipe.topology.multiple
-    capacity, per_wave, waves = problem.capacity, problem.per_wave, 0
+    capacity, per_wave = problem.capacity, problem.per_wave
+
+    def waves_of(packs: int) -> int:
+        return rounded_up(max(divided_up(packs, per_wave), 1), multiple)
+
+    taken, caps = limit_table(units.size, units.extra, capacity, units.caps)
+    packs = np.minimum(taken, caps).sum(axis=0) / np.maximum(caps, 1e-9)
+    waves = waves_of(int(np.ceil(packs.max() * (1 - 1e-9))))
     if not len(units.caps):
         # The volume nearly always suffices. A better bound takes longer than a try.
-        packs = divided_up(int(np.minimum(units.size, capacity).sum()), capacity)
-        waves = rounded_up(max(divided_up(packs, per_wave), 1), multiple)
         yield waves
-    if not tried:
-        fewest = rounded_up(divided_up(problem.fewest_packs, per_wave), multiple)
-        most = fewest + (1 if len(units.caps) else LOOK) * multiple
-        waves = max(waves + multiple, fewest)
+        if not tried:
+            fewest = waves_of(problem.fewest_packs)
+            waves, most = max(waves + multiple, fewest), fewest + LOOK * multiple
         while not tried and waves < most:
             yield waves
             waves += 0 if tried else multiple
     if not tried:
-        packer = recipe.layout.packer or BEST_FIT
-        bins = fill_bins(units, capacity, packer, recipe.seed, waves * per_wave)
-        waves = max(waves, rounded_up(divided_up(len(bins), per_wave), multiple))
+        packer, enough = recipe.layout.packer or BEST_FIT, len(units)  # pack once: any are enough
+        bins = fill_bins(units, capacity, packer, recipe.seed, enough)
+        waves = max(waves, waves_of(len(bins)))
     while not tried:
         yield waves
         waves += 0 if tried else multiple
@@ -395,7 +400,9 @@ class _Search:
         if best is None and recipe.layout.packer is None and not problem.kinds_matter:
             if recipe.equal_sizes:
                 best = faster(problem, None, equal_ranks(problem, waves), waves)
-            elif self.joint and problem.fewest_packs <= waves * problem.per_wave:
+            elif self.joint and (
+                len(problem.units.caps) or problem.fewest_packs <= waves * problem.per_wave
+            ):
                 best = faster(problem, None, filled(problem, waves), waves)
         quick_floor = problem.quick_floor(waves)  # the floor itself takes longer than exchanges
         if best is None or not self.joint or best.time <= quick_floor * CLOSE:
