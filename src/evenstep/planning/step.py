@@ -56,7 +56,7 @@ from evenstep.planning.units import (
     more_counts,
     without_empty,
 )
-from evenstep.planning.vector_packing import limit_table
+from evenstep.planning.vector_packing import limit_table, spread_units
 
 Construction: TypeAlias = Callable[[Problem, int], IntArray]
 """(problem, waves) -> the address of each unit; empty if units do not fit that way."""
@@ -75,6 +75,7 @@ NEAR = 1.002  # no further starts for thorough exchanges, and none at all in wav
 FAR = 1.0125  # unless few units are searched for more: no thorough exchanges, which take 2 ms
 # What is tried:
 LOOK = 4  # counts from the lower bound on, before bins are counted
+SPARED = 16  # a sixteenth of the waves is worth to spread units over fewer packs
 MORE_TRIES = 2
 WIDER = (1.0, 1.02, 1.05)  # widths where all micro-batches share one, over the least
 THOROUGH: Phases = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))
@@ -325,7 +326,13 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
     if not tried:
         packer, enough = recipe.layout.packer or BEST_FIT, len(units)  # pack once: any are enough
         bins = fill_bins(units, capacity, packer, recipe.seed, enough)
-        waves = max(waves, waves_of(len(bins)))
+        too_few, waves = waves - multiple, max(waves, waves_of(len(bins)))
+        # Under further limits, units that are spread may need far fewer packs than filled ones.
+        while len(units.caps) and waves - too_few > max(multiple, waves // SPARED):
+            middle = too_few + rounded_up((waves - too_few) // 2, multiple)
+            middle = middle if middle < waves else middle - multiple
+            fits = spread_units(units, capacity, middle * per_wave) is not None
+            too_few, waves = (too_few, middle) if fits else (middle, waves)
     while not tried:
         yield waves
         waves += 0 if tried else multiple
