@@ -31,7 +31,7 @@ NONE: IntArray = np.empty(0, np.int64)
 BEST_FIT = "best_fit_decreasing"
 _GOOD = 1.003  # waves this even need no further attempt
 _SCANNED = 128  # packs of a rank up to which all are scanned for each unit
-_LOOK = 256  # units or packs tried in a row that a further limit rejects
+_LOOK = 32  # units or packs tried in a row that a further limit rejects
 _NARROWER = 5_000  # exchanges that are tried to lower the widest pack
 
 

@@ -56,6 +56,7 @@ from evenstep.planning.units import (
     more_counts,
     without_empty,
 )
+from evenstep.planning.vector_packing import limit_table, spread_units
 
 Construction: TypeAlias = Callable[[Problem, int], IntArray]
 """(problem, waves) -> the address of each unit; empty if units do not fit that way."""
@@ -74,6 +75,7 @@ NEAR = 1.002  # no further starts for thorough exchanges, and none at all in wav
 FAR = 1.0125  # unless few units are searched for more: no thorough exchanges, which take 2 ms
 # What is tried:
 LOOK = 4  # counts from the lower bound on, before bins are counted
+SPARED = 16  # a sixteenth of the waves is worth to spread units over fewer packs
 MORE_TRIES = 2
 WIDER = (1.0, 1.02, 1.05)  # widths where all micro-batches share one, over the least
 THOROUGH: Phases = ((5, 0.02, 3_000), (7, 0.005, 2_500), (9, 0.001, 2_500))
@@ -304,23 +306,33 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
         yield wanted
         return
     units, recipe, multiple = problem.units, problem.recipe, problem.recipe.topology.multiple
-    capacity, per_wave, waves = problem.capacity, problem.per_wave, 0
+    capacity, per_wave = problem.capacity, problem.per_wave
+
+    def waves_of(packs: int) -> int:
+        return rounded_up(max(divided_up(packs, per_wave), 1), multiple)
+
+    taken, caps = limit_table(units.size, units.extra, capacity, units.caps)
+    packs = np.minimum(taken, caps).sum(axis=0) / np.maximum(caps, 1e-9)
+    waves = waves_of(int(np.ceil(packs.max() * (1 - 1e-9))))
     if not len(units.caps):
         # The volume nearly always suffices. A better bound takes longer than a try.
-        packs = divided_up(int(np.minimum(units.size, capacity).sum()), capacity)
-        waves = rounded_up(max(divided_up(packs, per_wave), 1), multiple)
         yield waves
-    if not tried:
-        fewest = rounded_up(divided_up(problem.fewest_packs, per_wave), multiple)
-        most = fewest + (1 if len(units.caps) else LOOK) * multiple
-        waves = max(waves + multiple, fewest)
+        if not tried:
+            fewest = waves_of(problem.fewest_packs)
+            waves, most = max(waves + multiple, fewest), fewest + LOOK * multiple
         while not tried and waves < most:
             yield waves
             waves += 0 if tried else multiple
     if not tried:
-        packer = recipe.layout.packer or BEST_FIT
-        bins = fill_bins(units, capacity, packer, recipe.seed, waves * per_wave)
-        waves = max(waves, rounded_up(divided_up(len(bins), per_wave), multiple))
+        packer, enough = recipe.layout.packer or BEST_FIT, len(units)  # pack once: any are enough
+        bins = fill_bins(units, capacity, packer, recipe.seed, enough)
+        too_few, waves = waves - multiple, max(waves, waves_of(len(bins)))
+        # Under further limits, units that are spread may need far fewer packs than filled ones.
+        while len(units.caps) and waves - too_few > max(multiple, waves // SPARED):
+            middle = too_few + rounded_up((waves - too_few) // 2, multiple)
+            middle = middle if middle < waves else middle - multiple
+            fits = spread_units(units, capacity, middle * per_wave) is not None
+            too_few, waves = (too_few, middle) if fits else (middle, waves)
     while not tried:
         yield waves
         waves += 0 if tried else multiple
@@ -395,7 +407,9 @@ class _Search:
         if best is None and recipe.layout.packer is None and not problem.kinds_matter:
             if recipe.equal_sizes:
                 best = faster(problem, None, equal_ranks(problem, waves), waves)
-            elif self.joint and problem.fewest_packs <= waves * problem.per_wave:
+            elif self.joint and (
+                len(problem.units.caps) or problem.fewest_packs <= waves * problem.per_wave
+            ):
                 best = faster(problem, None, filled(problem, waves), waves)
         quick_floor = problem.quick_floor(waves)  # the floor itself takes longer than exchanges
         if best is None or not self.joint or best.time <= quick_floor * CLOSE:

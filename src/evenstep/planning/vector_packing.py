@@ -14,6 +14,7 @@ few tokens. Spread over all packs, every limit is used evenly.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from threading import local
 
 import numpy as np
@@ -68,36 +69,44 @@ class LimitedPacker:
         self._alone, self._fitting = np.flatnonzero(over), np.flatnonzero(~over)
         taken = taken[self._fitting]
         binding = taken.sum(axis=0) > caps  # other limits hold for all items together
-        taken, caps = np.ascontiguousarray(taken[:, binding]), caps[binding]
-        self._bound = bins_bound(taken, caps) if binding.any() else 1
+        self._taken, self._caps = np.ascontiguousarray(taken[:, binding]), caps[binding]
         self._packings: list[IntArray] = []  # the bin of each fitting item, ever fewer bins
-        self._more = self._tries(taken, caps)
+        self._more = self._tries(self._taken, self._caps)
+
+    @cached_property
+    def _bound(self) -> int:
+        return bins_bound(self._taken, self._caps) if len(self._caps) else 1
 
     def bins(self, enough: int = 0) -> Ragged:
         """The first packing with at most `enough` bins, or the one with the fewest."""
-        enough = max(enough - len(self._alone), self._bound)
-        at = 0
-        while at == 0 or _count(self._packings[at - 1]) > enough:
-            if at == len(self._packings):
-                packing = next(self._more, None)
-                if packing is None:
-                    break
-                self._packings.append(packing)
-            at += 1
-        bins = _count(self._packings[at - 1])
+        enough -= len(self._alone)
+        for packing in self._all():
+            if _count(packing) <= enough or _count(packing) <= self._bound:
+                break
+        bins = _count(packing)
         bin_of = np.empty(len(self._fitting) + len(self._alone), np.int64)
-        bin_of[self._fitting] = self._packings[at - 1]
+        bin_of[self._fitting] = packing
         bin_of[self._alone] = bins + np.arange(len(self._alone))
         return Ragged.group(bin_of, bins + len(self._alone))
+
+    def _all(self) -> Iterator[IntArray]:
+        """The packings that are known, then further ones."""
+        yield from self._packings
+        for packing in self._more:
+            self._packings.append(packing)
+            yield packing
 
     def _tries(self, taken: FloatArray, caps: FloatArray) -> Iterator[IntArray]:
         """The bin of each item, packed in ever fewer bins."""
         if not len(caps):
             yield np.zeros(len(taken), np.int64)
             return
-        columns, orders, most = np.ascontiguousarray(taken.T), _orders(taken / caps), len(taken)
-        best = orders[0]
-        for score in _SCORES if most <= _FEW else _SCORES[:1]:
+        columns, shares = np.ascontiguousarray(taken.T), taken / caps
+        best = np.argsort(-shares.sum(axis=1), kind="stable")
+        packing = fit_parts(columns, caps, best, _SCORES[0], len(taken))
+        yield packing
+        orders, most = _orders(shares), _count(packing) - 1
+        for score in _SCORES if len(taken) <= _FEW else _SCORES[:1]:
             for order in orders:
                 packing = fit_parts(columns, caps, order, score, most)
                 if len(packing):
