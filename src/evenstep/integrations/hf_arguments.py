@@ -14,6 +14,7 @@ from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
 from evenstep.errors import ConfigError, InputError
+from evenstep.integrations.mixers import KEYWORD, has_mixers
 from evenstep.tensors.batch import Batch, BatchShard, RaggedTensor
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import one_segment_per_row
@@ -119,6 +120,10 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
         refuse_router_loss(
             model, "Use `hf_forward(model, outputs='router_logits')` with the loss load_balancing"
         )
+    if model is not None and has_mixers(core_of(model)) and not one_segment_per_row(batch):
+        tiles = batch.sample_ids >= 0
+        begins = batch.cu_seqlens[:-1][tiles]
+        kwargs[KEYWORD] = torch.stack((begins, batch.seqlens[tiles].to(begins.dtype)))
     return traits.accepted(kwargs)
 
 
@@ -259,7 +264,8 @@ class Traits:
         """Without arguments that the forward would raise a TypeError for."""
         if self.takes_any:
             return kwargs
-        return {name: value for name, value in kwargs.items() if name in self.parameters}
+        names = {*self.parameters, KEYWORD}
+        return {name: value for name, value in kwargs.items() if name in names}
 
 
 _TRAITS: WeakKeyDictionary[Any, Traits] = WeakKeyDictionary()
