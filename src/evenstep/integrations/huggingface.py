@@ -604,9 +604,7 @@ class _Probe:
         for with_boundaries in (True, False) if traits.has_tower else (True,):
             packed = self._packed(samples, with_boundaries)
             for changed in ((1,), (0, 2)):
-                others = [
-                    self.sample(len(s)) if k in changed else s for k, s in enumerate(samples)
-                ]
+                others = [self.sample(len(s)) if k in changed else s for k, s in enumerate(samples)]
                 outputs = self._packed(others, with_boundaries)
                 kept = [k for k in range(len(samples)) if k not in changed]
                 moved = self._distance([outputs[k] for k in kept], [packed[k] for k in kept])
@@ -750,7 +748,9 @@ class _MixerSearch:
         self.calls = self._calls(self.samples, with_boundaries=False)
         self.longer = self._calls([*self.samples, self.samples[0]], with_boundaries=False)
         self.kinds = set(registered_in(self.core))  # classes that run on rows
-        self.unfit: set[str] = set()  # classes whose callers compute with more than values of tokens
+        self.unfit: set[str] = (
+            set()
+        )  # classes whose callers compute with more than values of tokens
 
     def run(self) -> str | None:
         """Wrap all mixers; why they cannot be found, else None."""
@@ -875,9 +875,7 @@ class _MixerSearch:
                 selections = active.pop().selections
                 if active:
                     active[-1].selections += selections
-                call = _Call(
-                    name, module, inputs, results, taken | made, runs, tuple(selections)
-                )
+                call = _Call(name, module, inputs, results, taken | made, runs, tuple(selections))
                 calls.append(call)
 
             return record

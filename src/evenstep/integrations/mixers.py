@@ -65,7 +65,7 @@ def equal_lengths(name: str) -> bool:
 
 # Rows of segments ---------------------------------------------------------------------------------
 
-STEP_SLOTS = 32
+STEP_SLOTS = 4
 """Padded slots that take as long as one token more in the longest row of a call: a recurrence runs
 token after token, or chunk after chunk, however many rows there are."""
 
@@ -101,35 +101,24 @@ class SegmentRows:
         """Whether every segment is a row of its own already."""
         return all(b % self.width == 0 for b in self.begins)
 
-    def groups(self, device: torch.device, equal: bool, single: bool, fixed: bool) -> list[Rows]:
-        """All segments in groups of rows: without padding if `equal`, all in one if `single`, and
-        of few shapes if `fixed`."""
-        key = (device, equal, single, fixed)
+    def groups(self, device: torch.device, equal: bool, single: bool) -> list[Rows]:
+        """All segments in groups of rows: without padding if `equal`, all in one if `single`."""
+        key = (device, equal, single)
         if key not in self._made:
-            parts = row_groups(self.lengths, self.rows * self.width, equal, single, fixed)
-            self._made[key] = [self._rows(part, fixed and not equal, device) for part in parts]
+            parts = row_groups(self.lengths, self.rows * self.width, equal, single)
+            self._made[key] = [self._rows(part, device) for part in parts]
         return self._made[key]
 
-    def _rows(self, part: list[int], fixed: bool, device: torch.device) -> Rows:
+    def _rows(self, part: list[int], device: torch.device) -> Rows:
         lengths = torch.tensor([self.lengths[k] for k in part], device=device)
         begins = torch.tensor([self.begins[k] for k in part], device=device)
-        width = max(self.lengths[k] for k in part)
-        if fixed:  # rows without tokens up to the next power of two
-            width, spare = bucket(width), (1 << (len(part) - 1).bit_length()) - len(part)
-            lengths = torch.cat((lengths, lengths.new_zeros(spare)))
-            begins = torch.cat((begins, begins[:1].expand(spare)))
-        place = torch.arange(width, device=device)
+        place = torch.arange(max(self.lengths[k] for k in part), device=device)
         inside = place < lengths[:, None]
         return Rows(torch.where(inside, begins[:, None] + place, begins[:, None]), inside, begins)
 
 
-def bucket(length: int) -> int:
-    """The next width of few: powers of two from 16 on."""
-    return max(16, 1 << (length - 1).bit_length())
-
-
 def row_groups(
-    lengths: list[int], most: int, equal: bool = False, single: bool = False, fixed: bool = False
+    lengths: list[int], most: int, equal: bool = False, single: bool = False
 ) -> list[list[int]]:
     """Segments by group, the longest first. A group takes its padded slots, and `STEP_SLOTS` for
     each token of its longest; all groups together take the least, none above `most` slots.
@@ -140,11 +129,11 @@ def row_groups(
     order = sorted(range(len(lengths)), key=lambda k: -lengths[k])
     if single:
         return [order]
-    if equal or fixed:
-        by_width: dict[int, list[int]] = {}
+    if equal:
+        by_length: dict[int, list[int]] = {}
         for k in order:
-            by_width.setdefault(lengths[k] if equal else bucket(lengths[k]), []).append(k)
-        return list(by_width.values())
+            by_length.setdefault(lengths[k], []).append(k)
+        return list(by_length.values())
     widths = np.array([lengths[k] for k in order], np.int64)
     least = np.zeros(len(order) + 1)  # of the segments from each on
     ends = np.zeros(len(order), np.int64)
@@ -297,12 +286,10 @@ def leaves_of(value: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(pytree.keystr(path), leaf) for path, leaf in leaves], spec
 
 
-def _forward_on_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a mixer."""
-    return _run_mixer(self, torch.compiler.is_compiling(), args, kwargs)
-
-
-def _run_mixer(module: Any, compiled: bool, args: Any, kwargs: dict[str, Any]) -> Any:
+@torch.compiler.disable
+def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a mixer. It is not compiled: the shapes of rows differ from batch to batch,
+    and recurrences would be unrolled."""
     forward, frame = module._evenstep_forward, _FRAME.get()
     if _in_backward():
         frame = _recall(args, kwargs) or frame
@@ -328,7 +315,7 @@ def _run_mixer(module: Any, compiled: bool, args: Any, kwargs: dict[str, Any]) -
         return forward(*args, **kwargs)
     # Groups differ between ranks, so that modules which communicate must run once.
     single = any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)
-    groups = segments.groups(device, mixer.equal, single, compiled)
+    groups = segments.groups(device, mixer.equal, single)
     results, before = [], _FRAME.get()
     _FRAME.set(_Frame(None, before))  # what is inside gets rows
     try:
@@ -344,9 +331,6 @@ def _run_mixer(module: Any, compiled: bool, args: Any, kwargs: dict[str, Any]) -
     finally:
         _FRAME.set(before)
     return _put_back(module, mixer, results, groups, segments)
-
-
-_run_mixer = torch.compiler.disable(_run_mixer, recursive=False)
 
 
 def _gather(tensor: Tensor, axes: Axes, rows: Rows, segments: SegmentRows) -> Tensor:
@@ -414,9 +398,12 @@ def _put_back(
         if axes is None or not is_of_tokens(leaf, axes):
             merged.append(RowResults([other[number][1] for other in others], groups))
             continue
-        tokens = torch.cat([
-            _tokens_of(other[number][1], axes, rows) for other, rows in zip(others, groups, strict=True)
-        ])
+        tokens = torch.cat(
+            [
+                _tokens_of(other[number][1], axes, rows)
+                for other, rows in zip(others, groups, strict=True)
+            ]
+        )
         packed = tokens.new_zeros((segments.rows * segments.width, *tokens.shape[1:]))
         packed = packed.index_copy(0, slots, tokens)
         if axes.row is not None:
@@ -457,7 +444,10 @@ def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
         module._evenstep_mixer, module._evenstep_forward = mixer, module.forward
         module.forward = MethodType(_forward_on_rows, module)
         parts = name.split(".")
-        around |= {".".join(parts[:k]): model.get_submodule(".".join(parts[:k])) for k in range(1, len(parts))}
+        around |= {
+            ".".join(parts[:k]): model.get_submodule(".".join(parts[:k]))
+            for k in range(1, len(parts))
+        }
     handles = [
         model.register_forward_pre_hook(_enter_model, with_kwargs=True),
         model.register_forward_hook(_leave_model, always_call=True),
@@ -472,7 +462,9 @@ def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
 def release(model: Any) -> None:
     """Undo `run_on_rows`."""
     for module in mixers_of(model).values():
-        if getattr(module._evenstep_forward, "__func__", None) is getattr(type(module), "forward", 0):
+        if getattr(module._evenstep_forward, "__func__", None) is getattr(
+            type(module), "forward", 0
+        ):
             del module.__dict__["forward"]
         else:
             module.forward = module._evenstep_forward
