@@ -431,7 +431,7 @@ def _decide(model: Any) -> Support:
     devices = {parameter.device.type for parameter in model.parameters()}
     probed = bool(devices) and "meta" not in devices
     probed = probed and not ("flash" in name and devices == {"cpu"})
-    if reason := _carrying_layers(model):
+    if reason := carries_state(model):
         return _on_rows(model, reason) if probed else Support(False, reason)
     keeps_apart, why = _read_attention(model, name)
     if not keeps_apart and (name in _BUILT_IN or "flash" in name):
@@ -470,12 +470,12 @@ def _bidirectional(model: Any) -> str | None:
     return None
 
 
-def _carrying_layers(model: Any) -> str | None:
+def carries_state(model: Any) -> str | None:
     """Why layers carry state over boundaries whatever the attention function does, else None."""
     config = text_config(model)
     if registered := registered_in(model):
         return f"its {', '.join(registered)} carries state from one segment to the next"
-    if any(getattr(module, "_is_stateful", False) for module in model.modules()):
+    if traits_of(model).stateful:
         return "its recurrent state carries over from one segment to the next"
     masked = {"full_attention", "sliding_attention"}  # attention depends on the mask only
     others = sorted(set(getattr(config, "layer_types", None) or ()) - masked)
@@ -705,8 +705,8 @@ def _carrying_lengths(model: Any) -> tuple[int, int, int]:
     for name, value in vars(text_config(core_of(model))).items():
         if _COUNTED.search(name) and "expert" not in name:
             values = value.values() if isinstance(value, Mapping) else value
-            each = [v for v in (values if isinstance(values, Iterable) else [value])]
-            numbers += [v for v in each if isinstance(v, int) and not isinstance(v, bool)]
+            values = values if isinstance(values, Iterable) else [values]
+            numbers += [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
     longest = min(max(numbers), 4096)
     return longest + 5, longest + 9, 4
 

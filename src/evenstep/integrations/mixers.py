@@ -301,10 +301,12 @@ def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
             )
     elif frame is not None:
         _remember(frame.segments, args, kwargs)
-    if frame is None or frame.segments is None:
+    if frame is None:
+        return forward(*args, **kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
+    if frame.segments is None:
         return forward(*args, **kwargs)
     segments, mixer = frame.segments, module._evenstep_mixer
-    kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
     leaves, spec = leaves_of((args, kwargs))
     axes = [
         mixer.axes_of(path, leaf, segments) if isinstance(leaf, Tensor) else None
@@ -438,7 +440,7 @@ def has_mixers(model: Any) -> bool:
 def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
     """Run these modules of a model on rows of one segment each whenever a batch is packed."""
     release(model)
-    around = {"": model}
+    around: dict[str, Any] = {}
     for name, mixer in mixers.items():
         module = model.get_submodule(name)
         module._evenstep_mixer, module._evenstep_forward = mixer, module.forward
@@ -453,9 +455,8 @@ def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
         model.register_forward_hook(_leave_model, always_call=True),
     ]
     for module in dict.fromkeys(around.values()):
-        if module is not model:
-            handles.append(module.register_forward_pre_hook(_enter_layer, with_kwargs=True))
-            handles.append(module.register_forward_hook(_leave_layer, always_call=True))
+        handles.append(module.register_forward_pre_hook(_enter_layer, with_kwargs=True))
+        handles.append(module.register_forward_hook(_leave_layer, always_call=True))
     model._evenstep_handles = handles
 
 
