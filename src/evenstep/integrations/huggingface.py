@@ -441,15 +441,18 @@ def _decide(model: Any) -> Support:
             return Support(False, reason)
         if not keeps_apart:  # an implementation that the code does not tell of
             keeps_apart, why = True, f"{name} keeps segments apart in small forwards"
-    cost = ""
-    if keeps_apart and name in ("sdpa", "eager"):
-        cost = (
-            f"{name} builds a dense mask of width x width and computes all of it, which makes "
-            f"packed rows above {LONG:,} slots slower than padded ones. Use "
-            f"attn_implementation='evenstep' (import evenstep.integrations.hf_attention) or flash "
-            f"attention"
-        )
-    return Support(keeps_apart, why, cost)
+    return Support(keeps_apart, why, _cost_of(name) if keeps_apart else "")
+
+
+def _cost_of(name: str) -> str:
+    """What packing costs with this attention implementation."""
+    if name not in ("sdpa", "eager"):
+        return ""
+    return (
+        f"{name} builds a dense mask of width x width and computes all of it, which makes packed "
+        f"rows above {LONG:,} slots slower than padded ones. Use attn_implementation='evenstep' "
+        f"(import evenstep.integrations.hf_attention) or flash attention"
+    )
 
 
 def _implementation_of(model: Any) -> str:
@@ -490,6 +493,8 @@ def _on_rows(model: Any, why: str) -> Support:
         try:
             search = _MixerSearch(model)
             reason = search.run()
+        except ConfigError as error:
+            reason = str(error).partition(". ")[0]
         except Exception as error:
             line = str(error).strip().partition("\n")[0]
             reason = f"a small packed forward raised {type(error).__name__}: {line}"
@@ -500,7 +505,8 @@ def _on_rows(model: Any, why: str) -> Support:
     kinds = sorted({type(module).__name__ for module in mixers_of(core).values()})
     if not kinds:
         return Support(False, why)
-    return Support(True, f"{', '.join(kinds)} run on rows of one segment each")
+    name = _implementation_of(model)
+    return Support(True, f"{', '.join(kinds)} run on rows of one segment each", _cost_of(name))
 
 
 def _read_attention(model: Any, name: str) -> tuple[bool, str]:
@@ -695,19 +701,26 @@ class _Probe:
         raise ValueError("outputs without logits or last_hidden_state")
 
 
-_COUNTED = re.compile(r"top_?k|rate|ratio|chunk|block|budget|stride|pool|ngram|conv_kernel")
+_COUNTED = re.compile(r"top_?k|budget|rate|ratio|chunk|block|stride|pool|ngram|kernel")
 """Names of fields of a config after so many tokens of which layers may do something else."""
+_MOST_COUNTED = 2048
 
 
 def _carrying_lengths(model: Any) -> tuple[int, int, int]:
-    """Lengths of samples that are beyond what the config counts in tokens."""
-    numbers = [1]
+    """Lengths of samples that are beyond what the config counts in tokens. Chunks of more than 256
+    tokens carry state from token to token as well."""
+    longest = 1
     for name, value in vars(text_config(core_of(model))).items():
         if _COUNTED.search(name) and "expert" not in name:
             values = value.values() if isinstance(value, Mapping) else value
             values = values if isinstance(values, Iterable) else [values]
-            numbers += [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
-    longest = min(max(numbers), 4096)
+            numbers = [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+            most = max(numbers, default=1)
+            longest = max(longest, most if re.search("top_?k|budget", name) else min(most, 256))
+    if longest > _MOST_COUNTED:
+        raise ConfigError(
+            f"its config counts {longest} tokens, and small forwards have at most {_MOST_COUNTED}"
+        )
     return longest + 5, longest + 9, 4
 
 
