@@ -118,6 +118,8 @@ if TYPE_CHECKING:
         attention_function,
         rule_of,
     )
+    from evenstep.integrations import mixers
+    from evenstep.integrations.mixers import row_groups
     from evenstep.integrations.ray import LARGE
     from evenstep.integrations.sampler import PartDataset
     from evenstep.integrations.trainer import RouterLoss

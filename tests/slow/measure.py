@@ -279,6 +279,8 @@ def _measure_implementation(
         promises = [supports_packing(each) for each in (model, wide)]
         into |= {"safe": promises[0].safe, "why": promises[0].why}
         into |= {"safe if wide": promises[1].safe, "why if wide": promises[1].why}
+    else:
+        supports_packing(model)  # its mixers run on rows from now on
     for layout in LAYOUTS:
         errors = into.setdefault(layout, {})
         for image, reference_of in expected.items():

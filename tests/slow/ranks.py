@@ -26,7 +26,10 @@ from tests.slow.measure import (
     samples_of,
 )
 
-ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe", "qwen2_5_vl")
+ARCHITECTURES = (
+    "llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe", "qwen2_5_vl", "qwen3_next",
+    "nemotron_h",
+)  # fmt: skip
 IMPLEMENTATIONS = ("sdpa", "evenstep")
 WRAPPERS = ("DDP", "FSDP2")
 REPEATED = 2

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
 from evenstep.errors import ConfigError, InputError
+from evenstep.integrations.mixers import KEYWORD, has_mixers
 from evenstep.tensors.batch import Batch, BatchShard, RaggedTensor
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import one_segment_per_row
@@ -107,8 +108,9 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
     if one_segment_per_row(batch) and (batch.rows > 1 or not bool(real.all())):
         # A row of padding attends to itself: softmax over a fully masked row is NaN.
         kwargs["attention_mask"] = (real | ~real.any(1, keepdim=True)).long()
-    elif not (traits.has_tower and media):
-        # Not with images: transformers passes these on to the vision tower, which has its own.
+    elif not ((traits.has_tower and media) or (traits.stateful and one_segment_per_row(batch))):
+        # Not with images: transformers passes these on to the vision tower, which has its own. Nor
+        # for a single segment: reference kernels of linear attention refuse all boundaries.
         kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
         kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
     if (tree := batch.tree) is not None:
@@ -119,6 +121,10 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
         refuse_router_loss(
             model, "Use `hf_forward(model, outputs='router_logits')` with the loss load_balancing"
         )
+    if model is not None and has_mixers(core_of(model)) and not one_segment_per_row(batch):
+        tiles = batch.sample_ids >= 0
+        begins = batch.cu_seqlens[:-1][tiles]
+        kwargs[KEYWORD] = torch.stack((begins, batch.seqlens[tiles].to(begins.dtype)))
     return traits.accepted(kwargs)
 
 
@@ -133,7 +139,9 @@ def _check_tree(batch: Batch, model: Any, traits: Traits, labels: bool) -> None:
             f"but {traits.name} has another implementation. Call use_attention(model) of "
             f"evenstep.integrations.hf_attention and pass the model, or plan without prefixes."
         )
-    if not traits.takes_any:
+    if has_mixers(core_of(model)):
+        why = "has layers that carry state from token to token, one state per segment"
+    elif not traits.takes_any:
         why = "does not pass keyword arguments on to its attention"
     elif traits.padding is not None or traits.rope_indexer is not None:
         why = "computes positions from the tokens of a row"
@@ -250,6 +258,7 @@ class Traits:
     text_plane: bool = False  # whether multimodal positions begin with those of text
     has_tower: bool = False  # an encoder of images or sound, with attention of its own
     encodes_and_decodes: bool = False  # takes two sequences per sample
+    stateful: bool = False  # has layers with a recurrent state
 
     def plain_tokens(self, number: int) -> list[int]:
         """The smallest token ids without a special meaning."""
@@ -259,7 +268,8 @@ class Traits:
         """Without arguments that the forward would raise a TypeError for."""
         if self.takes_any:
             return kwargs
-        return {name: value for name, value in kwargs.items() if name in self.parameters}
+        names = {*self.parameters, KEYWORD}
+        return {name: value for name, value in kwargs.items() if name in names}
 
 
 _TRAITS: WeakKeyDictionary[Any, Traits] = WeakKeyDictionary()
@@ -342,6 +352,7 @@ def _read_traits(core: Any) -> Traits:
         and any("shape[0] == 4" in inspect.getsource(sys.modules[home]) for home in homes),
         has_tower=any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")),
         encodes_and_decodes=bool(getattr(config, "is_encoder_decoder", False)),
+        stateful=any(getattr(module, "_is_stateful", False) for module in modules),
     )
 
 

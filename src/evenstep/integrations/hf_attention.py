@@ -31,7 +31,8 @@ from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import Segments
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_arguments import configs_in, hf_kwargs, traits_of
-from evenstep.integrations.huggingface import packed_row
+from evenstep.integrations.huggingface import carries_state, packed_row, support_of
+from evenstep.integrations.mixers import mixers_of
 from evenstep.tensors.batch import Batch, Boundaries
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import Call, attend
@@ -191,6 +192,12 @@ def fault_of(model: Any, *, shared: bool = False, **inputs: Any) -> str | None:
     roots = _roots(model)
     if not roots:
         return None
+    inside: set[nn.Module] = set()  # mixers, which run on rows, with or without attention
+    if carries_state(model):
+        support_of(model)
+        inside = {
+            part for root in roots for mixer in mixers_of(root).values() for part in mixer.modules()
+        }
     try:
         tokens = torch.tensor(traits_of(roots[0]).plain_tokens(sum(_PAIR)))
         batch = _shared_row(tokens) if shared else packed_row(tokens.split(_PAIR))
@@ -208,13 +215,15 @@ def fault_of(model: Any, *, shared: bool = False, **inputs: Any) -> str | None:
                     hook = part.register_forward_pre_hook(lambda part, _: ran.append(part))
                     stack.callback(hook.remove)
             stack.callback(_CALLS.reset, _CALLS.set(calls))
-            model(**hf_kwargs(batch, roots[0] if shared else None), **inputs)
+            model(**hf_kwargs(batch, roots[0] if shared or inside else None), **inputs)
     except ConfigError as error:
         return str(error).rstrip(".")
     except Exception as error:
         line = str(error).strip().partition("\n")[0][:200]
         return f"a forward of {sum(_PAIR)} tokens failed with {type(error).__name__}: {line}"
-    if not calls:
+    calls = [call for call in calls if call[0] not in inside]
+    ran = [layer for layer in ran if layer not in inside]
+    if not calls and not inside:
         return "its attention layers do not call transformers' attention interface"
     called = {part for module, _ in calls for part in module.modules()}
     for layer in ran:

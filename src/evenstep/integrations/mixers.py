@@ -1,0 +1,474 @@
+"""Layers that carry state from token to token, run on rows of one segment each.
+
+A causal layer does not look to the right, so it is exact on right-padded rows. Outside of such a
+layer, a mixer, the batch stays packed; its inputs are gathered into rows, its outputs are put back:
+
+    packed   a a a b c c .        rows   a a a
+                                         b - -
+                                         c c -
+
+`run_on_rows` wraps the mixers of a model. The segments belong to the call: the outermost module
+reads them from its arguments, and a layer that a checkpoint recomputes in the backward finds those
+of its own forward by the storages of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from evenstep.errors import ConfigError
+
+__all__ = ["register_mixer"]
+
+
+KEYWORD = "segment_slots"
+"""The keyword argument with the segments of a packed batch: (2, segments), first slot and length.
+The outermost module takes it away before its forward runs."""
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Keyword arguments that a mixer must not receive: on rows they do not hold."""
+
+_REGISTERED: dict[str, bool] = {}
+
+
+def register_mixer(name: str | type, *, equal_lengths: bool = False) -> None:
+    """Run all modules of this class on rows of one segment each, in every model that is packed.
+
+    For layers whose state a few small forwards do not show. With `equal_lengths`, rows are not
+    padded: for layers that select tokens, where padding may change what is selected.
+
+    >>> register_mixer("MyRecurrence")
+    """
+    _REGISTERED[name if isinstance(name, str) else name.__name__] = equal_lengths
+
+
+def registered_in(model: nn.Module) -> list[str]:
+    """The registered classes that a model has modules of."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    return [name for name in _REGISTERED if name in kinds]
+
+
+def equal_lengths(name: str) -> bool:
+    """Whether the class was registered to run on rows of equal length."""
+    return _REGISTERED.get(name, False)
+
+
+# Rows of segments ---------------------------------------------------------------------------------
+
+STEP_SLOTS = 4
+"""Padded slots that take as long as one token more in the longest row of a call: a recurrence runs
+token after token, or chunk after chunk, however many rows there are."""
+
+
+class Rows(NamedTuple):
+    """Some segments in rows of one width. `slots` are those of the packed batch that each place
+    holds, (rows, width); padding repeats the first of its row."""
+
+    slots: Tensor
+    inside: Tensor  # (rows, width) bool
+    first: Tensor  # (rows,) the first slot of each
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentRows:
+    """Where the segments of a packed batch of rows × width slots lie."""
+
+    rows: int
+    width: int
+    begins: list[int]
+    lengths: list[int]
+    _made: dict[Any, list[Rows]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, segments: Tensor, rows: int, width: int) -> SegmentRows:
+        """From (2, segments), first slots and lengths. Segments without tokens are left out."""
+        begins, lengths = segments.tolist()
+        pairs = [(b, n) for b, n in zip(begins, lengths, strict=True) if n > 0]
+        return cls(rows, width, [b for b, _ in pairs], [n for _, n in pairs])
+
+    @property
+    def whole(self) -> bool:
+        """Whether every segment is a row of its own already."""
+        return all(b % self.width == 0 for b in self.begins)
+
+    def groups(self, device: torch.device, equal: bool, single: bool) -> list[Rows]:
+        """All segments in groups of rows: without padding if `equal`, all in one if `single`."""
+        key = (device, equal, single)
+        if key not in self._made:
+            parts = row_groups(self.lengths, self.rows * self.width, equal, single)
+            self._made[key] = [self._rows(part, device) for part in parts]
+        return self._made[key]
+
+    def _rows(self, part: list[int], device: torch.device) -> Rows:
+        lengths = torch.tensor([self.lengths[k] for k in part], device=device)
+        begins = torch.tensor([self.begins[k] for k in part], device=device)
+        place = torch.arange(max(self.lengths[k] for k in part), device=device)
+        inside = place < lengths[:, None]
+        return Rows(torch.where(inside, begins[:, None] + place, begins[:, None]), inside, begins)
+
+
+def row_groups(
+    lengths: list[int], most: int, equal: bool = False, single: bool = False
+) -> list[list[int]]:
+    """Segments by group, the longest first. A group takes its padded slots, and `STEP_SLOTS` for
+    each token of its longest; all groups together take the least, none above `most` slots.
+
+    >>> row_groups([900, 3, 2, 880], 2000)
+    [[0, 3], [1, 2]]
+    """
+    order = sorted(range(len(lengths)), key=lambda k: -lengths[k])
+    if single:
+        return [order]
+    if equal:
+        by_length: dict[int, list[int]] = {}
+        for k in order:
+            by_length.setdefault(lengths[k], []).append(k)
+        return list(by_length.values())
+    widths = np.array([lengths[k] for k in order], np.int64)
+    least = np.zeros(len(order) + 1)  # of the segments from each on
+    ends = np.zeros(len(order), np.int64)
+    for begin in range(len(order) - 1, -1, -1):
+        counts = np.arange(1, len(order) - begin + 1)
+        counts = counts[: max(1, most // widths[begin])]
+        total = (counts + STEP_SLOTS) * widths[begin] + least[begin + counts]
+        best = int(total.argmin())
+        least[begin], ends[begin] = total[best], begin + counts[best]
+    groups, begin = [], 0
+    while begin < len(order):
+        groups.append(order[begin : ends[begin]])
+        begin = int(ends[begin])
+    return groups
+
+
+# The segments of a call ---------------------------------------------------------------------------
+
+
+class _Frame(NamedTuple):
+    segments: SegmentRows | None  # None for a call that is not packed
+    outer: _Frame | None
+
+
+_FRAME: ContextVar[_Frame | None] = ContextVar("segments", default=None)
+_CALLS: dict[int, tuple[StorageWeakRef, SegmentRows | None, bool]] = {}
+"""By storage of an argument: the segments of its call, and whether other calls had it as well.
+A weak reference keeps the address from being used again."""
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _storages(*values: Any) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(values):
+        if type(leaf) in (Tensor, nn.Parameter) and leaf.device.type != "meta":
+            yield leaf.untyped_storage()
+
+
+def _remember(segments: SegmentRows | None, *values: Any) -> None:
+    for storage in _storages(*values):
+        known = _CALLS.get(storage._cdata)
+        shared = known is not None and (known[2] or known[1] is not segments)
+        _CALLS[storage._cdata] = (StorageWeakRef(storage), segments, shared)
+
+
+def _recall(*values: Any) -> _Frame | None:
+    """The frame of the forward that had these arguments."""
+    for storage in _storages(*values):
+        known = _CALLS.get(storage._cdata)
+        if known is not None and not known[2]:
+            return _Frame(known[1], None)
+    return None
+
+
+def _forget() -> None:
+    """Drop what belongs to tensors that are gone."""
+    for key in [key for key, (weak, _, _) in _CALLS.items() if weak.expired()]:
+        del _CALLS[key]
+
+
+@torch.compiler.disable
+def _enter_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The pre-hook of the outermost module: read the segments, take the keyword away."""
+    segments = kwargs.pop(KEYWORD, None)
+    ends, mask = kwargs.get("cu_seq_lens_q"), kwargs.get("attention_mask")
+    if segments is None and ends is not None and mask is None:
+        segments = torch.stack((ends[:-1], ends.diff()))
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    read = None
+    if segments is not None and isinstance(tokens, Tensor):
+        read = SegmentRows.read(segments, *tokens.shape[:2])
+        if read.whole or not read.begins:
+            read = None
+    _forget()
+    _FRAME.set(_Frame(read, _FRAME.get()))
+    return args, kwargs
+
+
+@torch.compiler.disable
+def _leave_model(model: nn.Module, args: Any, output: Any) -> None:
+    frame = _FRAME.get()
+    _FRAME.set(None if frame is None else frame.outer)
+
+
+def _enter_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """The pre-hook of modules around mixers: a recomputation may begin here."""
+    if torch.compiler.is_compiling():
+        return
+    frame = _FRAME.get()
+    if _in_backward():
+        frame = _recall(args, kwargs) or frame
+    elif frame is not None:
+        _remember(frame.segments, args, kwargs)
+    segments = None if frame is None else frame.segments
+    _FRAME.set(None if frame is None else _Frame(segments, _FRAME.get()))
+
+
+def _leave_layer(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    frame = _FRAME.get()
+    _FRAME.set(None if frame is None else frame.outer)
+
+
+# Mixers -------------------------------------------------------------------------------------------
+
+
+class Axes(NamedTuple):
+    """Which axes of a tensor are those of rows (None if slots are flat) and of slots in a row."""
+
+    row: int | None
+    width: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Iterable[int], width: int) -> Axes | None:
+        """Of a tensor of one row; None if no axis has the width."""
+        sizes = list(shape)
+        at = tuple(axis for axis, size in enumerate(sizes) if size == width)
+        if not at:
+            return None
+        if at[0] == 0:
+            return cls(None, at[:1])
+        return cls(0 if sizes[0] == 1 else at[0] - 1, at[:2])
+
+
+@dataclass(slots=True, eq=False)
+class Mixer:
+    """How a module runs on rows: the axes of its arguments and results, by their paths."""
+
+    axes: dict[str, Axes | None] = field(default_factory=dict)
+    equal: bool = False  # rows of equal lengths only
+
+    def axes_of(self, path: str, tensor: Tensor, segments: SegmentRows) -> Axes | None:
+        """The axes that a small forward showed, else those that have the sizes of the batch."""
+        known = self.axes.get(path)
+        if known is not None and tensor.shape[known.width[0]] in (
+            segments.width,
+            segments.rows * segments.width,
+        ):
+            return known
+        return Axes.of(tensor.shape, segments.width) if path not in self.axes else None
+
+
+def leaves_of(value: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """All leaves of nested tuples, lists and dicts with their paths, and how they are nested."""
+    leaves, spec = pytree.tree_flatten_with_path(value)
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves], spec
+
+
+@torch.compiler.disable
+def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a mixer. It is not compiled: the shapes of rows differ from batch to batch,
+    and recurrences would be unrolled."""
+    forward, frame = module._evenstep_forward, _FRAME.get()
+    if _in_backward():
+        frame = _recall(args, kwargs) or frame
+        if frame is None:
+            raise ConfigError(
+                f"{type(module).__name__} is recomputed in the backward, and its boundaries are "
+                f"not found: its layer gets none of the tensors of its forward. Checkpoint whole "
+                f"layers, without moving their inputs to another device."
+            )
+    elif frame is not None:
+        _remember(frame.segments, args, kwargs)
+    if frame is None:
+        return forward(*args, **kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
+    if frame.segments is None:
+        return forward(*args, **kwargs)
+    segments, mixer = frame.segments, module._evenstep_mixer
+    leaves, spec = leaves_of((args, kwargs))
+    axes = [
+        mixer.axes_of(path, leaf, segments) if isinstance(leaf, Tensor) else None
+        for path, leaf in leaves
+    ]
+    device = next((leaf.device for _, leaf in leaves if isinstance(leaf, Tensor)), None)
+    if device is None or not any(axes):
+        return forward(*args, **kwargs)
+    # Groups differ between ranks, so that modules which communicate must run once.
+    single = any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)
+    groups = segments.groups(device, mixer.equal, single)
+    results, before = [], _FRAME.get()
+    _FRAME.set(_Frame(None, before))  # what is inside gets rows
+    try:
+        for number, rows in enumerate(groups):
+            gathered = [
+                leaf.tensors[number]
+                if isinstance(leaf, RowResults) and leaf.groups is groups
+                else (leaf if axis is None else _gather(leaf, axis, rows, segments))
+                for (_, leaf), axis in zip(leaves, axes, strict=True)
+            ]
+            row_args, row_kwargs = pytree.tree_unflatten(gathered, spec)
+            results.append(forward(*row_args, **row_kwargs))
+    finally:
+        _FRAME.set(before)
+    return _put_back(module, mixer, results, groups, segments)
+
+
+def _gather(tensor: Tensor, axes: Axes, rows: Rows, segments: SegmentRows) -> Tensor:
+    """A tensor of packed slots as one of rows."""
+    if axes.row is None:
+        return tensor.index_select(0, rows.slots.flatten())
+    if len(axes.width) == 2:
+        return _gather_pairs(tensor, axes, rows, segments)
+    tensor = tensor.movedim((axes.row, axes.width[0]), (0, 1))
+    slots = rows.slots % segments.width if tensor.shape[0] == 1 else rows.slots
+    taken = tensor.flatten(0, 1).index_select(0, slots.flatten()).unflatten(0, slots.shape)
+    taken = taken.movedim((0, 1), (axes.row, axes.width[0]))
+    return _ruled(taken, tensor)
+
+
+def _gather_pairs(tensor: Tensor, axes: Axes, rows: Rows, segments: SegmentRows) -> Tensor:
+    """A tensor of pairs of slots, as a mask of attention; real tokens do not see padding."""
+    moved = tensor.movedim((axes.row or 0, *axes.width), (0, 1, 2))
+    row, at = rows.first // segments.width % moved.shape[0], rows.slots % segments.width
+    taken = moved[row[:, None, None], at[:, :, None], at[:, None, :]]
+    hidden = (rows.inside[:, :, None] & ~rows.inside[:, None, :]).view(
+        *taken.shape[:3], *[1] * (taken.ndim - 3)
+    )
+    if tensor.dtype == torch.bool or tensor.is_floating_point():
+        least = torch.finfo(tensor.dtype).min if tensor.is_floating_point() else False
+        taken = taken.masked_fill(hidden, least)
+    return taken.movedim((0, 1, 2), (axes.row or 0, *axes.width))
+
+
+def _ruled(taken: Tensor, tensor: Tensor) -> Tensor:
+    """With the rule that a mask of our attention carries."""
+    rule = getattr(tensor, "_evenstep_rule", None)
+    if rule is not None:
+        taken._evenstep_rule = rule  # type: ignore[attr-defined]
+    return taken
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowResults:
+    """What a mixer returned for each group of rows and other code only hands on, such as indices of
+    tokens in a row for the next mixer, weights of attention, or a last state."""
+
+    tensors: list[Tensor]
+    groups: list[Rows]
+
+
+def is_of_tokens(tensor: Tensor, axes: Axes | None) -> bool:
+    """Whether a result holds values of each token, which can be put back into packed rows."""
+    return tensor.is_floating_point() and axes is not None and len(axes.width) == 1
+
+
+def _put_back(
+    module: Any, mixer: Mixer, results: list[Any], groups: list[Rows], segments: SegmentRows
+) -> Any:
+    """The results of all groups at the slots of their tokens, zeros elsewhere."""
+    slots = torch.cat([rows.slots[rows.inside] for rows in groups])
+    leaves, spec = leaves_of(results[0])
+    others = [leaves_of(result)[0] for result in results]
+    merged = []
+    for number, (path, leaf) in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            merged.append(leaf)
+            continue
+        axes = mixer.axes.get(f"result{path}")
+        if axes is None or not is_of_tokens(leaf, axes):
+            merged.append(RowResults([other[number][1] for other in others], groups))
+            continue
+        tokens = torch.cat(
+            [
+                _tokens_of(other[number][1], axes, rows)
+                for other, rows in zip(others, groups, strict=True)
+            ]
+        )
+        packed = tokens.new_zeros((segments.rows * segments.width, *tokens.shape[1:]))
+        packed = packed.index_copy(0, slots, tokens)
+        if axes.row is not None:
+            packed = packed.unflatten(0, (segments.rows, segments.width))
+            packed = packed.movedim((0, 1), (axes.row, axes.width[0]))
+        merged.append(packed)
+    return pytree.tree_unflatten(merged, spec)
+
+
+def _tokens_of(tensor: Tensor, axes: Axes, rows: Rows) -> Tensor:
+    """(tokens, ...) of the real places of rows."""
+    if axes.row is None:
+        return tensor[rows.inside.flatten()]
+    return tensor.movedim((axes.row, axes.width[0]), (0, 1))[rows.inside]
+
+
+# Wrapping -----------------------------------------------------------------------------------------
+
+
+def mixers_of(model: Any) -> dict[str, Any]:
+    """The modules of a transformers model that run on rows, by name."""
+    return {
+        name: module for name, module in model.named_modules() if hasattr(module, "_evenstep_mixer")
+    }
+
+
+def has_mixers(model: Any) -> bool:
+    """Whether modules of a transformers model run on rows."""
+    return "_evenstep_handles" in model.__dict__
+
+
+def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
+    """Run these modules of a model on rows of one segment each whenever a batch is packed."""
+    release(model)
+    around: dict[str, Any] = {}
+    for name, mixer in mixers.items():
+        module = model.get_submodule(name)
+        module._evenstep_mixer, module._evenstep_forward = mixer, module.forward
+        module.forward = MethodType(_forward_on_rows, module)
+        parts = name.split(".")
+        around |= {
+            ".".join(parts[:k]): model.get_submodule(".".join(parts[:k]))
+            for k in range(1, len(parts))
+        }
+    handles = [
+        model.register_forward_pre_hook(_enter_model, with_kwargs=True),
+        model.register_forward_hook(_leave_model, always_call=True),
+    ]
+    for module in dict.fromkeys(around.values()):
+        handles.append(module.register_forward_pre_hook(_enter_layer, with_kwargs=True))
+        handles.append(module.register_forward_hook(_leave_layer, always_call=True))
+    model._evenstep_handles = handles
+
+
+def release(model: Any) -> None:
+    """Undo `run_on_rows`."""
+    for module in mixers_of(model).values():
+        if getattr(module._evenstep_forward, "__func__", None) is getattr(
+            type(module), "forward", 0
+        ):
+            del module.__dict__["forward"]
+        else:
+            module.forward = module._evenstep_forward
+        del module._evenstep_mixer, module._evenstep_forward
+    for handle in model.__dict__.pop("_evenstep_handles", ()):
+        handle.remove()

@@ -1,0 +1,237 @@
+"""Layers that carry state run on rows of one segment each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from evenstep.errors import ConfigError
+from evenstep.integrations.huggingface import hf_forward, hf_kwargs, supports_packing
+from evenstep.integrations.mixers import register_mixer
+from evenstep.testing import assert_no_leaks
+from evenstep.train import compute_log_probs
+from tests.integrations.hybrids import (
+    FAMILIES,
+    alone,
+    errors,
+    hybrid,
+    packed,
+    samples_of,
+    together,
+)
+from tests.internals import mixers, row_groups
+from tests.slow.measure import error_of
+from tests.tensors.batches import RECIPES
+
+torch.set_num_threads(1)
+
+LENGTHS = (5, 23, 12, 1, 9)
+LIMIT = 2e-6
+"""Some layers compute in single precision in a model of double precision."""
+
+
+@st.composite
+def lengths(draw: Any) -> list[int]:
+    """Few or many segments, of one token and around the chunks of linear attention, 8 and 64."""
+    sizes = st.one_of(st.sampled_from([1, 2, 7, 8, 9, 63, 64, 65]), st.integers(1, 30))
+    if draw(st.booleans()):
+        return list(draw(st.lists(sizes, min_size=2, max_size=5)))
+    return list(draw(st.lists(st.integers(1, 9), min_size=40, max_size=40)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_segments_have_the_gradient_of_samples_alone(name: str) -> None:
+    model = hybrid(name)
+
+    @settings(max_examples=6, deadline=None)
+    @given(lengths(), st.sampled_from([0, 1, 17]), st.integers(0, 99))
+    def holds(sizes: list[int], tail: int, seed: int) -> None:
+        samples = samples_of(sizes, seed)
+        if max(sizes) > 1:
+            assert errors(model, samples, packed(samples, tail)) <= LIMIT
+
+    holds()
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_layer_has_the_boundaries_of_its_own_forward(
+    name: str, reentrant: bool
+) -> None:
+    model = hybrid(name)
+    first, second = samples_of((5, 23, 12)), samples_of((20, 3, 17), seed=1)
+    expected = alone(model, first + second)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+
+    gradient = together(model, packed(first), packed(second))
+
+    assert error_of(gradient, expected) <= LIMIT
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_packed_and_a_padded_forward_share_a_backward(reentrant: bool) -> None:
+    model = hybrid("nemotron_h")
+    first, second = samples_of((5, 23, 12)), samples_of((40,), seed=1)
+    expected = alone(model, first + second)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+
+    assert error_of(together(model, packed(first), packed(second)), expected) <= LIMIT
+
+
+def test_a_recomputed_layer_whose_forward_is_not_known_is_refused() -> None:
+    model = hybrid("nemotron_h").train()
+    batch = packed(samples_of((5, 23, 12)))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    logits = hf_forward(model)(model, batch)
+    mixers._CALLS.clear()
+
+    with pytest.raises(ConfigError, match="recomputed in the backward"):
+        logits.sum().backward()
+
+
+def test_a_copy_runs_on_rows_with_its_own_weights() -> None:
+    model = hybrid("nemotron_h")
+    samples = samples_of(LENGTHS)
+    assert errors(model, samples, packed(samples)) <= LIMIT
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+
+    logits = twin(**hf_kwargs(packed(samples), twin)).logits
+
+    assert float(logits.detach().abs().max()) > 0  # of its own weights
+    assert errors(twin, samples, packed(samples)) <= LIMIT
+
+
+def test_a_model_with_adapters_is_exact() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(target_modules=["in_proj", "q_proj"], init_lora_weights=False)
+    model = get_peft_model(hybrid("nemotron_h"), adapter).double()
+    samples = samples_of(LENGTHS)
+
+    assert errors(model, samples, packed(samples, 3)) <= LIMIT
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_is_exact() -> None:
+    model = hybrid("qwen3_next")
+    assert supports_packing(model).safe
+    samples = samples_of(LENGTHS)
+    expected = alone(model, samples)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    batch = packed(samples)
+    forward = hf_forward(compiled)
+    loss = nn.functional.cross_entropy(
+        forward(compiled, batch).flatten(0, 1), batch.labels.flatten(), reduction="sum"
+    )
+    model.zero_grad()
+    loss.backward()
+
+    gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    assert error_of(gradient, expected) <= LIMIT
+
+
+def test_scores_and_the_leak_detector_take_hybrid_models() -> None:
+    model = hybrid("lfm2").float()
+    samples = samples_of((5, 3, 1, 4))
+    one_by_one = compute_log_probs(model, samples, RECIPES["one by one"])
+
+    scores = compute_log_probs(model, samples, RECIPES["packed"])
+
+    for score, expected in zip(scores, one_by_one, strict=True):
+        assert score.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    forward = hf_forward(model)
+    assert_no_leaks(
+        lambda batch: forward(model, batch), packed(samples, 2), module=model, tolerance=1e-5
+    )
+
+
+def test_modules_that_select_run_on_rows_of_equal_length() -> None:
+    model = hybrid("glm_moe_dsa")
+    samples = samples_of((5, 23, 12, 5, 23))
+
+    assert errors(model, samples, packed(samples, 4)) <= LIMIT
+    assert all(each._evenstep_mixer.equal for each in mixers.mixers_of(model).values())
+
+
+def test_a_model_whose_state_is_not_in_a_layer_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = hybrid("lfm2")
+    monkeypatch.setattr(model.model, "forward", _leaking(model.model.forward))
+
+    safe, why, _ = supports_packing(model)
+
+    assert not safe
+    assert "Lfm2Model (model) carries state" in why
+    assert not mixers.mixers_of(model)
+
+
+def _leaking(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def leaks(*args: Any, **kwargs: Any) -> Any:
+        results = forward(*args, **kwargs)
+        results.last_hidden_state = results.last_hidden_state.cumsum(1)
+        return results
+
+    return leaks
+
+
+def test_a_registered_class_runs_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixers, "_REGISTERED", {})
+    register_mixer("LlamaAttention")
+    model = hybrid("llama")
+    samples = samples_of(LENGTHS)
+
+    assert errors(model, samples, packed(samples, 2)) <= LIMIT
+    assert {type(each).__name__ for each in mixers.mixers_of(model).values()} == {"LlamaAttention"}
+
+
+def test_a_padded_batch_and_generation_run_as_before() -> None:
+    model = hybrid("nemotron_h")
+    tokens = samples_of((7,))[0]["input_ids"][None]
+    expected = model(input_ids=tokens).logits
+    assert supports_packing(model).safe
+
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=60), st.booleans())
+def test_groups_of_rows_have_every_segment_once(sizes: list[int], equal: bool) -> None:
+    most = sum(sizes)
+
+    groups = row_groups(sizes, most, equal=equal)
+
+    assert sorted(k for group in groups for k in group) == list(range(len(sizes)))
+    for group in groups:
+        widths = [sizes[k] for k in group]
+        assert not equal or min(widths) == max(widths)
+        assert equal or len(group) * max(widths) <= most
+
+
+def test_few_groups_hold_lognormal_lengths_with_little_padding() -> None:
+    sizes = np.random.default_rng(0).lognormal(6, 1, 80).astype(int).clip(1).tolist()
+
+    groups = row_groups(sizes, sum(sizes))
+
+    slots = sum(len(group) * max(sizes[k] for k in group) for group in groups)
+    steps = sum(max(sizes[k] for k in group) for group in groups)
+    assert slots <= 1.4 * sum(sizes)
+    assert steps <= 3 * max(sizes)
