@@ -56,7 +56,7 @@ from evenstep.planning.units import (
     more_counts,
     without_empty,
 )
-from evenstep.planning.vector_packing import limit_table, spread_units
+from evenstep.planning.vector_packing import spread_units
 
 Construction: TypeAlias = Callable[[Problem, int], IntArray]
 """(problem, waves) -> the address of each unit; empty if units do not fit that way."""
@@ -311,9 +311,10 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
     def waves_of(packs: int) -> int:
         return rounded_up(max(divided_up(packs, per_wave), 1), multiple)
 
-    taken, caps = limit_table(units.size, units.extra, capacity, units.caps)
-    packs = np.minimum(taken, caps).sum(axis=0) / np.maximum(caps, 1e-9)
-    waves = waves_of(int(np.ceil(packs.max() * (1 - 1e-9))))
+    waves = waves_of(divided_up(int(np.minimum(units.size, capacity).sum()), capacity))
+    for column, cap in zip(units.extra.T, units.caps.tolist(), strict=True):
+        packs = float(np.minimum(column, cap).sum()) / cap if cap > 0 else 0.0
+        waves = max(waves, waves_of(int(np.ceil(packs * (1 - 1e-9)))))
     if not len(units.caps):
         # The volume nearly always suffices. A better bound takes longer than a try.
         yield waves

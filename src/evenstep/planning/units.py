@@ -423,8 +423,10 @@ def faster(problem: Problem, best: Packing | None, address: IntArray, waves: int
 
 def without_empty(problem: Problem, best: Packing) -> Packing:
     """The packs with a unit in every empty one that its rank or wave can fill, if as fast."""
-    for same_rank in (True,) if problem.recipe.equal_sizes else (True, False):
-        best = _fill_empty(problem, best, same_rank)
+    if best.waves > 1:
+        best = _fill_empty(problem, best, same_rank=True)
+    if not problem.recipe.equal_sizes:
+        best = _fill_empty(problem, best, same_rank=False)
     return best
 
 
@@ -434,7 +436,12 @@ def _fill_empty(problem: Problem, best: Packing, same_rank: bool) -> Packing:
     number = np.bincount(address, minlength=waves * problem.per_wave)
     if number.min() > 0 or problem.rows > 1 or problem.kinds_matter:
         return best
-    for empty in np.flatnonzero(number == 0):
+    # Only where a pack of the same rank or wave has a unit to spare.
+    by_wave = number.reshape(waves, ranks)
+    spare = np.broadcast_to(
+        by_wave.max(axis=0 if same_rank else 1, keepdims=True) > 1, by_wave.shape
+    )
+    for empty in np.flatnonzero((number == 0) & spare.ravel()):
         first = empty // ranks * ranks
         packs = np.arange(first, first + ranks)
         if same_rank:
