@@ -262,7 +262,8 @@ def _segments(call: Call) -> Tensor:
     # is cheap; each slice would allocate a gradient of all slots.
     flat = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (call.q, call.k, call.v)]
     if bounds.index is not None:
-        flat[1:] = [_Gather.apply(x, bounds.index) for x in flat[1:]]
+        slots = [x[0].transpose(0, 1) for x in flat[1:]]
+        flat[1:] = [_Gather.apply(x, bounds.index).transpose(0, 1)[None] for x in slots]
     lengths = (bounds.lengths, keys.lengths, keys.lengths)
     tiles = [tensor.split(sizes, dim=2) for tensor, sizes in zip(flat, lengths, strict=True)]
     parts = [_segment(call, q, k, v) for q, k, v in zip(*tiles, strict=True) if q.shape[2]]
@@ -271,20 +272,17 @@ def _segments(call: Call) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
-    """(1, heads, slots, dim) -> those of an index. Gradients are summed in float32 or wider."""
+    """(slots, heads, dim) -> those of an index. Gradients are summed in float32 or wider."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.slots = values.shape[2]
-        return values.index_select(2, index)
+        ctx.slots = len(values)
+        return values.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        shape = (*gradient.shape[:2], ctx.slots, gradient.shape[3])
-        summed = wide(gradient.new_zeros(shape)).index_add_(2, index, wide(gradient))
-        return summed.to(gradient.dtype), None
+        return _summed(gradient, *ctx.saved_tensors, ctx.slots), None
 
 
 def _segment(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
