@@ -46,8 +46,6 @@ UNSAFE: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("Falcon", SMALL, "FalconAttention", "FalconModel builds"),
     ("Bloom", SMALL, "BloomAttention", "not take position_ids"),
-    ("Mamba", SMALL | {"state_size": 4}, "MambaMixer", "recurrent state"),
-    ("Lfm2", SHAPE | {"layer_types": ["conv", "full_attention"]}, "Lfm2ShortConv", "conv layers"),
 ]
 # Common arguments that hide the boundaries of packed batches.
 SPOILED: dict[str, Callable[[Batch], dict[str, Any]]] = {

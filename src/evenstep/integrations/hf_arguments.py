@@ -121,7 +121,7 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
         refuse_router_loss(
             model, "Use `hf_forward(model, outputs='router_logits')` with the loss load_balancing"
         )
-    if model is not None and has_mixers(core_of(model)) and not one_segment_per_row(batch):
+    if model is not None and has_mixers(core_of(model)):
         tiles = batch.sample_ids >= 0
         begins = batch.cu_seqlens[:-1][tiles]
         kwargs[KEYWORD] = torch.stack((begins, batch.seqlens[tiles].to(begins.dtype)))

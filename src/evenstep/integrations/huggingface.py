@@ -121,8 +121,9 @@ def hf_forward(
         _check_attention(model)
         if batch.tree is not None:
             _check_shares(model, batch)
-        if isinstance(unwrapped(model), FSDPModule):
-            # Its forwards communicate, so all ranks judge it now, packed batch or not.
+        if isinstance(unwrapped(model), FSDPModule) or carries_state(unwrapped(model)):
+            # Its forwards communicate, so all ranks judge it now, packed batch or not. Layers that
+            # select tokens run on rows of equal length in padded batches as well.
             support_of(unwrapped(model))
         on_unsupported = unsupported if batch.tree is None else "raise"
         if one_segment_per_row(batch) or _may_pack(model, batch, on_unsupported):
@@ -942,7 +943,7 @@ def _digest(tensor: Tensor, axes: Axes | None) -> Tensor:
     return sums[0] if axes is None else sums
 
 
-class _Selections(TorchFunctionMode):
+class _Selections(TorchFunctionMode):  # type: ignore[misc]
     """Notes in the innermost module that runs that it selects by scores."""
 
     def __init__(self, active: list[_Running]) -> None:

@@ -33,8 +33,8 @@ __all__ = ["register_mixer"]
 
 
 KEYWORD = "segment_slots"
-"""The keyword argument with the segments of a packed batch: (2, segments), first slot and length.
-The outermost module takes it away before its forward runs."""
+"""The keyword argument with the segments of a batch: (2, segments), first slot and length. The
+outermost module takes it away before its forward runs."""
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Keyword arguments that a mixer must not receive: on rows they do not hold."""
 
@@ -54,7 +54,7 @@ def register_mixer(name: str | type, *, equal_lengths: bool = False) -> None:
 
 def registered_in(model: nn.Module) -> list[str]:
     """The registered classes that a model has modules of."""
-    kinds = {type(module).__name__ for module in model.modules()}
+    kinds = {type(module).__name__ for module in model.modules()} if _REGISTERED else set()
     return [name for name in _REGISTERED if name in kinds]
 
 
@@ -154,7 +154,7 @@ def row_groups(
 
 
 class _Frame(NamedTuple):
-    segments: SegmentRows | None  # None for a call that is not packed
+    segments: SegmentRows | None  # None inside mixers, and for a call without boundaries
     outer: _Frame | None
 
 
@@ -165,7 +165,7 @@ A weak reference keeps the address from being used again."""
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _storages(*values: Any) -> Iterator[Any]:
@@ -196,7 +196,7 @@ def _forget() -> None:
         del _CALLS[key]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _enter_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The pre-hook of the outermost module: read the segments, take the keyword away."""
     segments = kwargs.pop(KEYWORD, None)
@@ -208,14 +208,12 @@ def _enter_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[A
     read = None
     if segments is not None and isinstance(tokens, Tensor):
         read = SegmentRows.read(segments, *tokens.shape[:2])
-        if read.whole or not read.begins:
-            read = None
     _forget()
     _FRAME.set(_Frame(read, _FRAME.get()))
     return args, kwargs
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _leave_model(model: nn.Module, args: Any, output: Any) -> None:
     frame = _FRAME.get()
     _FRAME.set(None if frame is None else frame.outer)
@@ -286,7 +284,7 @@ def leaves_of(value: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(pytree.keystr(path), leaf) for path, leaf in leaves], spec
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a mixer. It is not compiled: the shapes of rows differ from batch to batch,
     and recurrences would be unrolled."""
@@ -304,9 +302,9 @@ def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
     if frame is None:
         return forward(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
-    if frame.segments is None:
-        return forward(*args, **kwargs)
     segments, mixer = frame.segments, module._evenstep_mixer
+    if segments is None or not segments.begins or (segments.whole and not mixer.equal):
+        return forward(*args, **kwargs)
     leaves, spec = leaves_of((args, kwargs))
     axes = [
         mixer.axes_of(path, leaf, segments) if isinstance(leaf, Tensor) else None
@@ -366,7 +364,7 @@ def _ruled(taken: Tensor, tensor: Tensor) -> Tensor:
     """With the rule that a mask of our attention carries."""
     rule = getattr(tensor, "_evenstep_rule", None)
     if rule is not None:
-        taken._evenstep_rule = rule  # type: ignore[attr-defined]
+        taken._evenstep_rule = rule
     return taken
 
 
