@@ -324,7 +324,7 @@ def test_a_single_rank_with_a_recipe_for_several_gets_a_hint_to_detect_the_world
 
 def test_columns_of_another_length_are_refused() -> None:
     with pytest.raises(
-        InputError, match="loss_tokens has 2 entries for 3 samples. Give one per sample."
+        InputError, match=r"loss_tokens has 2 entries for 3 samples\. Give one per sample\."
     ):
         stream_of([1, 2, 3], loss_tokens=np.array([1, 2]))
 
