@@ -32,6 +32,8 @@ from tests.tree_cases import TreeCase, faults_of, random_case
 
 @given(st.integers(0, 2**32))
 @example(11)
+@example(2008125)  # a group fits by the nodes of all samples, but not by those of its step
+@example(3003381)  # the nodes of a sample cost more than the sample
 def test_every_sample_runs_once_behind_what_it_shares(seed: int) -> None:
     case = random_case(seed)
     try:

@@ -85,15 +85,18 @@ def share_prefixes(
         return decide_step(segments, units, recipe, wanted)
     shared = _search(forest, units, recipe, wanted)
     most = recipe.steps.micro_batches
-    if shared is not None and most is not None and shared.per_rank > most:
+    if shared is not None and (
+        shared.per_rank > (most or shared.per_rank) or _over(shared, recipe)
+    ):
         shared = None
     large = (units.size > (recipe.capacity or 0)) | (units.extra > units.caps * _ROUNDING).any(1)
     needed = bool((large & (units.count > 1)).any())  # a group fits only with a shared prefix
     if shared is None:
         if needed:
             raise PlanError(
-                f"the samples of this step do not fit into {most} micro-batches per rank. Raise "
-                f"steps.micro_batches or layout.max_tokens."
+                "a group fits into a micro-batch only with its shared prefix, and no such plan of "
+                "its step was found. Raise layout.max_tokens or steps.micro_batches, or set "
+                "groups='step'."
             )
         return decide_step(segments, units, recipe, wanted)
     time, alone = _time_of(shared, recipe), rounded_up(segments.length, recipe.topology.alignment)
@@ -102,6 +105,21 @@ def share_prefixes(
         return shared
     apart = decide_step(segments, units, recipe, wanted)
     return apart if _time_of(apart, recipe) <= time else shared
+
+
+def _over(step: DecidedStep, recipe: Recipe) -> bool:
+    """Whether a micro-batch of several segments exceeds the budget or `limits.cost`.
+
+    A group may fit by the nodes of all samples, and not by those that are worth it in its step.
+    """
+    aligned = rounded_up(step.segments.length, recipe.topology.alignment)
+    several = np.bincount(step.micro) > 1
+    over = several & (sum_by(step.micro, aligned, 0) > (recipe.capacity or 0))
+    if recipe.limits.cost is not None:
+        costs = sum_by(step.micro, recipe.cost.of_lengths(aligned, step.segments.behind), 0)
+        most = recipe.limits.cost * _ROUNDING
+        over |= several & (costs + recipe.cost.per_micro_batch > most)
+    return bool(over.any())
 
 
 def _time_of(step: DecidedStep, recipe: Recipe) -> float:
