@@ -282,7 +282,8 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, *ctx.saved_tensors, ctx.slots), None
+        (index,) = ctx.saved_tensors
+        return _summed(gradient, index, ctx.slots), None
 
 
 def _segment(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
