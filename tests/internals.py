@@ -110,6 +110,7 @@ if TYPE_CHECKING:
     from evenstep.demo import run
     from evenstep.demo.decoder import Block, rotate, rotation
     from evenstep.integrations import hf_attention as hf_boundaries
+    from evenstep.integrations import mixers
     from evenstep.integrations.dataloader import SharedStep, _is_plain, register_shared_steps
     from evenstep.integrations.hf_attention import (
         Hints,
@@ -118,7 +119,6 @@ if TYPE_CHECKING:
         attention_function,
         rule_of,
     )
-    from evenstep.integrations import mixers
     from evenstep.integrations.mixers import row_groups
     from evenstep.integrations.ray import LARGE
     from evenstep.integrations.sampler import PartDataset
