@@ -178,6 +178,19 @@ def test_samples_cannot_share_prefixes_in_a_model_that_carries_state() -> None:
         hf_forward(model)(model, _shared_row(torch.arange(3, 8)))
 
 
+def test_the_loss_of_the_model_itself_is_that_of_samples_alone() -> None:
+    model = hybrid("nemotron_h").float()
+    assert supports_packing(model).safe
+    samples = samples_of(LENGTHS)
+    expected = alone(model, samples)
+
+    model.zero_grad()
+    model(**hf_kwargs(packed(samples, 3), model, labels=True)).loss.backward()
+
+    gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert error_of(gradient, expected) <= LIMIT
+
+
 def test_modules_that_select_run_on_rows_of_equal_length() -> None:
     model = hybrid("glm_moe_dsa")
     samples = samples_of((5, 23, 12, 5, 23))
