@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from evenstep.integrations.hf_attention import (
         Hints,
         _read,
+        _shared_row,
         _traced,
         attention_function,
         rule_of,

@@ -312,7 +312,6 @@ def test_the_probe_leaves_the_model_as_it_was() -> None:
     ("kind", "options", "why"),
     [
         ("Bloom", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "interface"),
-        ("Mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1}, "interface"),
         ("GPTJ", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4},
          "interface"),
     ],

@@ -27,9 +27,9 @@ from tests.integrations.hybrids import (
     samples_of,
     together,
 )
-from tests.internals import mixers, row_groups
+from tests.internals import _shared_row, mixers, row_groups
 from tests.slow.measure import error_of
-from tests.tensors.batches import RECIPES
+from tests.tensors.batches import RECIPES, batches_of
 
 torch.set_num_threads(1)
 
@@ -164,11 +164,40 @@ def test_scores_and_the_leak_detector_take_hybrid_models() -> None:
     )
 
 
+def test_our_attention_runs_beside_layers_on_rows() -> None:
+    samples = samples_of(LENGTHS)
+    for name in ("qwen3_next", "mamba"):
+        model = hybrid(name, "evenstep")
+        assert errors(model, samples, packed(samples, 3)) <= LIMIT
+
+
+def test_samples_cannot_share_prefixes_in_a_model_that_carries_state() -> None:
+    model = hybrid("qwen3_next", "evenstep")
+
+    with pytest.raises(ConfigError, match="layers that carry state from token to token"):
+        hf_forward(model)(model, _shared_row(torch.arange(3, 8)))
+
+
+def test_the_loss_of_the_model_itself_is_that_of_samples_alone() -> None:
+    model = hybrid("nemotron_h").float()
+    assert supports_packing(model).safe
+    samples = samples_of(LENGTHS)
+    expected = alone(model, samples)
+
+    model.zero_grad()
+    model(**hf_kwargs(packed(samples, 3), model, labels=True)).loss.backward()
+
+    gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert error_of(gradient, expected) <= LIMIT
+
+
 def test_modules_that_select_run_on_rows_of_equal_length() -> None:
     model = hybrid("glm_moe_dsa")
     samples = samples_of((5, 23, 12, 5, 23))
 
+    padded = batches_of(samples, RECIPES["padded"])
     assert errors(model, samples, packed(samples, 4)) <= LIMIT
+    assert errors(model, samples, *padded) <= LIMIT
     assert all(each._evenstep_mixer.equal for each in mixers.mixers_of(model).values())
 
 

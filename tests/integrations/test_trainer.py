@@ -12,9 +12,15 @@ import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import IterableDataset
-from transformers import MambaConfig, MambaForCausalLM, TrainingArguments
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    TrainingArguments,
+)
 
-from evenstep import Packed, PlannedStream, Recipe, Steps, Topology, World
+from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology, World
 from evenstep.data import InMemory, MeasuredMapped
 from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.accelerate import StepLoader, accelerate_loader
@@ -159,9 +165,23 @@ def test_what_the_trainer_cannot_run_is_refused(tmp_path: Path) -> None:
     many = Recipe(layout=Packed(max_tokens=48), steps=Steps(samples=40))
     with pytest.raises(PlanError, match="more than 2 gradient accumulation steps"):
         planned_trainer(tmp_path, recipe=many).train()
-    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    sizes: Any = {"hidden_size": 16, "n_layer": 1, "n_head": 2}
     with pytest.raises(ConfigError, match="does not support packed batches"):
-        planned_trainer(tmp_path, MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes))).train()
+        planned_trainer(tmp_path, BloomForCausalLM(BloomConfig(vocab_size=VOCAB, **sizes))).train()
+
+
+def test_a_model_that_carries_state_trains_packed_as_padded(tmp_path: Path) -> None:
+    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    weights = []
+    for layout in (Packed(max_tokens=96), Padded(max_tokens=96)):
+        torch.manual_seed(0)
+        model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes))
+        recipe = Recipe(layout=layout, steps=Steps(samples=7))
+        options: Any = {"gradient_accumulation_steps": 5, "optim": "sgd", "max_steps": 3}
+        planned_trainer(tmp_path, model, recipe, save_strategy="no", **options).train()
+        weights.append(parameters(model))
+    for packed, padded in zip(*weights, strict=True):
+        np.testing.assert_allclose(packed, padded, atol=1e-6)
 
 
 def test_a_number_of_steps_ends_within_an_epoch(tmp_path: Path) -> None:
