@@ -237,7 +237,7 @@ def test_recurrent_layers_are_refused() -> None:
     model = use_attention(transformers.Lfm2ForCausalLM(config))
     ids = forest(np.random.default_rng(1))
     batch = Collator()(micro_of(ids, range(len(ids))), [{"input_ids": each} for each in ids])
-    with pytest.raises(ConfigError, match=r"recurrent layers .*Plan without prefixes"):
+    with pytest.raises(ConfigError, match=r"layers that carry state .*Plan without prefixes"):
         Runner(model=model, loss=cross_entropy()).run([batch])
 
 

@@ -176,6 +176,8 @@ class FixedCountBatcher(IterableDataset):  # type: ignore[misc]
 
     Rows are even by `cost`, by default the time of an 8B model. A group is divided between rows
     where repeating its prefix takes less time than waiting for the slowest row.
+
+        trl.experimental.async_grpo.async_grpo_trainer.FixedCountBatcher = FixedCountBatcher
     """
 
     def __init__(

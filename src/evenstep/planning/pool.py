@@ -82,7 +82,7 @@ def subset_sum(
     scarce. Exact if one of them alone binds, else a bounded search that holds no less than greedy.
     Of equally full choices, the older samples are taken.
 
-    >>> subset_sum(np.array([7, 2, 3]), np.array([0, 5, 4]), 10, 1, 9, 9).tolist()
+    >>> subset_sum(np.array([7, 2, 3]), np.array([0, 5, 4]), 10, 1, 30, 9).tolist()
     [0, 2]
     >>> subset_sum(np.array([7, 2, 3]), np.array([0, 5, 4]), 10, 1, 6, 9).tolist()
     [0, 1]
