@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from evenstep.errors import ConfigError
-from evenstep.integrations.huggingface import hf_forward, hf_kwargs, supports_packing
-from evenstep.integrations.mixers import register_mixer
+from evenstep.integrations.huggingface import (
+    hf_forward,
+    hf_kwargs,
+    register_mixer,
+    supports_packing,
+)
 from evenstep.testing import assert_no_leaks
 from evenstep.train import compute_log_probs
 from tests.integrations.hybrids import (

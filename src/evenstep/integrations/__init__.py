@@ -7,6 +7,7 @@ accelerate   a planned stream as a prepared dataloader
 trainer      the Hugging Face Trainer and TRL's SFTTrainer on planned steps
 hf_arguments what a transformers model is called with: a batch as keyword arguments
 huggingface  transformers models as forwards of batches, and which of them can be packed
+probes       small forwards that show what a model does with packed segments
 mixers       layers that carry state, run on rows of one segment each
 hf_attention attention within segments for transformers models: attn_implementation="evenstep"
 megatron     the fields of Megatron's PackedSeqParams

@@ -31,8 +31,9 @@ from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import Segments
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_arguments import configs_in, hf_kwargs, traits_of
-from evenstep.integrations.huggingface import carries_state, packed_row, support_of
+from evenstep.integrations.huggingface import carries_state, support_of
 from evenstep.integrations.mixers import mixers_of
+from evenstep.integrations.probes import packed_row
 from evenstep.tensors.batch import Batch, Boundaries
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import Call, attend

@@ -29,9 +29,6 @@ from torch.utils import _pytree as pytree
 
 from evenstep.errors import ConfigError
 
-__all__ = ["register_mixer"]
-
-
 KEYWORD = "segment_slots"
 """The keyword argument with the segments of a batch: (2, segments), first slot and length. The
 outermost module takes it away before its forward runs."""
