@@ -110,7 +110,8 @@ def share_prefixes(
 def _over(step: DecidedStep, recipe: Recipe) -> bool:
     """Whether a micro-batch of several segments exceeds the budget or `limits.cost`.
 
-    A group may fit by the nodes of all samples, and not by those that are worth it in its step.
+    A group may fit by the nodes of all samples, and not by those that are worth it in its step. And
+    where alignment pads a node, it and its only child cost less apart than as one segment.
     """
     aligned = rounded_up(step.segments.length, recipe.topology.alignment)
     several = np.bincount(step.micro) > 1
