@@ -194,6 +194,25 @@ def test_gradients_of_the_forward_are_those_of_the_logits(smoothing: float, how:
         close(ours, expected, 1e-12)
 
 
+@pytest.mark.parametrize("weight", [1.0, 1e-3, 1e-5, 0.0])
+def test_small_weights_keep_their_gradients_in_half_precision(weight: float) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 5000, bias=False, dtype=torch.float16)
+    hidden = torch.randn(20, 8, dtype=torch.float16, requires_grad=True)
+    labels, weights = torch.randint(0, 5000, (20,)), torch.full((20,), weight)
+    factors = Factors(weights, log_prob=-1.0, mean=0.0)
+    scores = score(hidden, labels, head=Head(linear, chunk=7), factors=factors)
+    (1024 * scores.times(factors).sum()).backward()
+    exact = hidden.detach().double().requires_grad_()
+    logits = exact @ linear.weight.detach().double().T
+    nll = nn.functional.cross_entropy(logits, labels, reduction="none")
+    (1024 * weight * nll.sum()).backward()
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    error = (hidden.grad.double() - exact.grad).norm() / exact.grad.norm().clamp(min=1e-30)
+    assert float(error) < 5e-3
+
+
 def test_the_forward_computes_gradients_only_where_they_are_needed() -> None:
     head, hidden = head_of(), torch.randn(6, 5, dtype=torch.float64)
     factors = Factors(torch.ones(6), log_prob=-1.0, mean=0.0)

@@ -23,6 +23,7 @@ from evenstep.core.layout import Packed
 from evenstep.core.measures import time_of_works
 from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import (
+    BoolArray,
     FloatArray,
     IntArray,
     Segments,
@@ -89,8 +90,8 @@ def share_prefixes(
         shared.per_rank > (most or shared.per_rank) or _over(shared, recipe)
     ):
         shared = None
-    large = (units.size > (recipe.capacity or 0)) | (units.extra > units.caps * _ROUNDING).any(1)
-    needed = bool((large & (units.count > 1)).any())  # a group fits only with a shared prefix
+    large = _too_large(units, recipe) & (units.count > 1)
+    needed = bool(large.any())  # a group fits only with a shared prefix
     if shared is None:
         if needed:
             raise PlanError(
@@ -105,6 +106,12 @@ def share_prefixes(
         return shared
     apart = decide_step(segments, units, recipe, wanted)
     return apart if _time_of(apart, recipe) <= time else shared
+
+
+def _too_large(units: Units, recipe: Recipe) -> BoolArray:
+    """Which units exceed a pack without shared prefixes."""
+    large: BoolArray = units.size > (recipe.capacity or 0)
+    return large | (units.extra > units.caps * _ROUNDING).any(1)
 
 
 def _over(step: DecidedStep, recipe: Recipe) -> bool:
@@ -137,7 +144,8 @@ def _time_of(step: DecidedStep, recipe: Recipe) -> float:
 def with_shared_sizes(
     units: Units, segments: Segments, recipe: Recipe, prefixes: Prefixes
 ) -> Units:
-    """The units with what each takes of a pack by itself: a group shares its prefixes."""
+    """The units with what each takes of a pack by itself: a group that does not fit otherwise
+    shares its prefixes."""
     if int(units.count.max(initial=1)) == 1:
         return units
     forest = grow_forest(segments, recipe, prefixes)
@@ -145,7 +153,10 @@ def with_shared_sizes(
     sums = atoms.sums(np.arange(len(units)), len(units))
     atom = np.empty(len(units), np.int64)
     atom[units.of_segment[forest.segment]] = atoms.of_leaf
-    size, extra = sums[0, atom].astype(np.int64), sums[2:, atom].T
+    fits = ~_too_large(units, recipe)
+    size = np.where(fits, units.size, sums[0, atom].astype(np.int64))
+    apart = np.column_stack((units.extra, np.zeros(len(units))))  # gathers nothing
+    extra = np.where(fits[:, None], apart, sums[2:, atom].T)
     return replace(
         units, size=size, extra=extra, caps=atoms.caps, limits=(*units.limits, "gathered")
     )

@@ -258,22 +258,25 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         gradients = None
         if factors is not None and differentiable:
             gradients = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
-        pair = None  # the factor of each log-prob and mean
+        pair = unit = None  # the factor of each log-prob and mean, and the largest weight
         if factors is not None:
             weights = factors.weights.index_select(0, slots).to(wide_dtype)
             pair = torch.stack((factors.log_prob * weights, factors.mean * weights))
+            # Gradients are kept relative to it: small weights would be lost in half precision.
+            unit = torch.cat((weights.abs(), weights.new_full((1,), 1e-30))).amax()
         for part in _chunks(len(slots), chunk):
             logits, those = functional.linear(states[part], narrow, offset), chosen[part]
             if gradients is None:
                 scores[:, part] = _run(_scores, formula, logits, those)
             else:
                 assert pair is not None
-                both = _run(_scores_and_gradients, formula, logits, those, pair[:, part])
+                assert unit is not None
+                both = _run(_scores_and_gradients, formula, logits, those, pair[:, part] / unit)
                 scores[:, part], change = both
                 gradients.add(part, change, states, narrow)
         ctx.set_materialize_grads(False)
         ctx.how = dtype, chunk, formula, gradients
-        ctx.save_for_backward(hidden, weight, bias, slots, chosen, scores, pair)
+        ctx.save_for_backward(hidden, weight, bias, slots, chosen, scores, pair, unit)
         log_probs, entropy, means, greatest, log_sum = scores
         every = [log_probs, entropy, means, greatest + log_sum]
         if pair is not None:
@@ -285,11 +288,11 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *by_label: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, slots, labels, scores, pair = ctx.saved_tensors
+        hidden, weight, bias, slots, labels, scores, pair, unit = ctx.saved_tensors
         dtype, chunk, formula, gradients = ctx.how
         last, none = by_label[-1], (None,) * 6
         if gradients is not None and last is not None and last.stride(0) == 0:
-            return (*gradients.results(hidden, weight, bias, slots, last[0]), *none)
+            return (*gradients.results(hidden, weight, bias, slots, last[0] * unit), *none)
         if gradients is not None:
             zeros = torch.zeros_like(scores[0])
             each = zeros if last is None else last.index_select(0, slots)

@@ -318,10 +318,10 @@ class Origin:
 
     @property
     def _leaves(self) -> BoolArray:
-        """Whether each segment ends its sample; all are, unless samples share prefixes."""
-        if not shares_slots(self.segments):
-            return np.ones(len(self.segments), bool)
-        leaves: BoolArray = self.segments.start + self.segments.length == self.ends
+        """Whether no other segment sees each one in front of itself."""
+        leaves: BoolArray = np.ones(len(self.segments), bool)
+        if shares_slots(self.segments):
+            leaves[self._parents[self._parents >= 0]] = False
         return leaves
 
     @property

@@ -4,8 +4,9 @@
               a b c e               1: c d  of sample 0, from 2                 0
                                     2: c e  of sample 1, from 2                 0
 
-A segment that ends its sample is a leaf; the others are nodes. A node ends one token before the
-segments behind it differ, so the token after every slot is the same in all samples that use it.
+A segment that no other sees in front of itself is a leaf; the others are nodes. A node ends one
+token before the segments behind it differ, so the token after every slot is the same in all samples
+that use it.
 """
 
 from __future__ import annotations
@@ -46,23 +47,26 @@ def paths_of(parent: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def whole_samples(micro: MicroBatch) -> MicroBatch:
-    """The samples of a micro-batch whole and end to end, in the order of their leaves."""
+    """The samples of a micro-batch whole and end to end, in the order of their leaves; of a split
+    sample, its part."""
     if micro.rows != 1:
         raise InputError(
             f"a micro-batch with shared prefixes has {micro.rows} rows; expected one. Use the "
             f"layout Packed(max_tokens=...), or plan without prefixes."
         )
     segments = micro.segments
-    leaves = np.flatnonzero(segments.start + segments.length == micro.sample_ends)
-    length = micro.sample_ends[leaves]
+    assert segments.parent is not None
+    leaves = np.flatnonzero(micro.own)
+    start = np.where(segments.parent < 0, segments.start, 0)[leaves]
+    length = (segments.start + segments.length)[leaves] - start
     return replace(
         micro,
-        segments=Segments(segments.sample[leaves], np.zeros_like(length), length),
+        segments=Segments(segments.sample[leaves], start, length),
         row_offsets=np.array([0, len(leaves)]),
         width=int(length.sum()),
         sample_lengths=micro.sample_lengths[leaves],
         alignment=1,
-        truncated_to=length,
+        truncated_to=micro.sample_ends[leaves],
         groups=None if micro.groups is None else micro.groups[leaves],
     )
 
@@ -72,7 +76,7 @@ def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
     segments, placement = micro.segments, micro.placement
     assert segments.parent is not None
     tiles = np.flatnonzero(placement.segment >= 0)  # of the segments
-    first, ends = placement.offsets[tiles], segments.start + segments.length
+    first, own = placement.offsets[tiles], micro.own
     segment, path = paths_of(segments.parent)
     # The keys of a tile: the tokens of its path, then its own slots with their padding.
     count = np.where(path == segment, placement.slots[tiles][path], segments.length[path])
@@ -80,7 +84,7 @@ def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
     np.add.at(keys, tiles[segment], count)
     tail = np.arange(placement.offsets[tiles[-1] + 1], placement.offsets[-1])
     keys[tiles[-1] + 1 :] = len(tail)
-    of_leaf = (ends == micro.sample_ends)[segment]
+    of_leaf = own[segment]
     tree = Tree(
         samples=samples,
         slots=torch.from_numpy(ranges_of(first[path[of_leaf]], segments.length[path[of_leaf]])),
@@ -93,8 +97,9 @@ def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
     # Per segment -> per tile: the entry -1 of padding is the last one.
     sample_ids = np.append(segments.sample, -1)[placement.segment]
     starts = np.append(segments.start, 0)[placement.segment]
+    behind = np.append(np.where(segments.parent < 0, 0, segments.start), 0)[placement.segment]
     leaves = np.zeros(len(keys), bool)
-    leaves[tiles] = ends == micro.sample_ends
+    leaves[tiles] = own
     loss_tokens = torch.zeros(len(keys), dtype=torch.int64)
     loss_tokens[torch.from_numpy(leaves)] = samples.loss_tokens
     shape = (1, micro.width)
@@ -102,7 +107,7 @@ def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
         tokens=tree.of_slots(samples.tokens, micro.width, pad_token),
         targets=tree.of_slots(samples.targets, micro.width, IGNORE_INDEX),
         labels=_labels(tree, micro.width),
-        position_ids=torch.from_numpy(place + starts[number]).view(shape),
+        position_ids=torch.from_numpy(place + behind[number]).view(shape),
         place_ids=torch.from_numpy(place).view(shape),
         segment_ids=torch.from_numpy(number).view(shape),
         loss_weights=_weights(tree, micro.width),

@@ -78,16 +78,15 @@ class HostSegments:
 
         Where samples share a prefix: the samples, but the tokens, slots and FLOPs that run.
         """
-        if batch.tree is not None:
-            segments = cls.of(batch.tree.samples)
-            prefix, end = (
-                each.double().cpu().numpy() for each in (batch.starts, batch.starts + batch.seqlens)
-            )
+        if (tree := batch.tree) is not None:
+            segments = cls.of(tree.samples)
             segments.counts[TOKENS] = int(batch.seqlens.sum())
             segments.counts[SLOTS] = batch.width
             if cost is not None:
-                flops = cost.of_lengths(end) - cost.of_lengths(prefix)
-                segments.counts[FLOPS] = float(flops.sum())
+                behind = torch.diff(tree.cu_seqlens_k) - torch.diff(batch.cu_seqlens)
+                real = batch.sample_ids >= 0
+                lengths, behind = (x[real].cpu().numpy() for x in (batch.seqlens, behind))
+                segments.counts[FLOPS] = float(cost.of_lengths(lengths, behind).sum())
             return segments
         tiles = (batch.sample_ids, batch.starts, batch.seqlens, batch.cu_seqlens[:-1])
         sample, start, length, first = (tensor.cpu().numpy() for tensor in tiles)
