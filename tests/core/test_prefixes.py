@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Prefixes, find_prefixes
+from evenstep import Packed, Prefixes, Recipe, find_prefixes, make_plan
 from evenstep.errors import InputError
 
 TOKENS = st.lists(st.lists(st.integers(-2, 2), max_size=6), max_size=12)
@@ -126,10 +126,45 @@ def prefixes(order: list[int], shared: list[int]) -> Prefixes:
         (lambda: find_prefixes([[1], [[2]]]), r"sample 1 must be"),
         (lambda: find_prefixes([[1], [[2], [3, 4]]]), r"sample 1 must be"),
         (lambda: find_prefixes([[1], [2]], groups=[1]), r"groups has 1 entries for 2 samples"),
-        (lambda: find_prefixes([[1]], same={"image": []}), r"image has 0 entries for 1 samples"),
+        (
+            lambda: find_prefixes([[1]], same={"image": []}),
+            (
+                lambda: find_prefixes([[1]], same={"image": []}),
+                r"\['image'\] has 0 entries for 1 samples",
+            ),
+        ),
         (lambda: find_prefixes([[1]], same={"image": [{}]}), r"same\['image'\] has a dict"),
     ],
 )
 def test_wrong_prefixes_are_errors_that_name_the_sample(call: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Prefixes([0, 1], [0, 2.5]), "shared of prefixes must be a list of whole numbers"),
+        (lambda: Prefixes([0, 1], [0, float("nan")]), "shared of prefixes must be a list"),
+        (lambda: Prefixes(None, None), "order of prefixes must be a list of whole numbers"),
+        (lambda: Prefixes.of_groups([0, 0], [1.5, 1.5]), "the prompt lengths must be a list"),
+        (lambda: Prefixes.of_groups([0, 0], 3), "the prompt lengths must be a list"),
+        (lambda: find_prefixes([[1], [1]], groups=[[1], [2]]), "groups must have one number or"),
+        (
+            lambda: find_prefixes([[1], [1]], same={"x": [[[1, 2], [3]]] * 2}),
+            r"same\['x'\] has a list, which cannot be compared",
+        ),
+        (
+            lambda: make_plan([5, 6], Recipe(layout=Packed(max_tokens=20)), prefixes=[[1], [1]]),
+            r"prefixes must be Prefixes, got list. Use find_prefixes",
+        ),
+    ],
+)
+def test_other_values_are_refused_in_one_sentence(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_groups_are_not_replaced_by_an_input_of_that_name() -> None:
+    prefixes = find_prefixes([[1, 2, 3], [1, 2, 4]], groups=[0, 1], same={"groups": [5, 5]})
+    assert prefixes.shared.tolist() == [0, 0]

@@ -233,3 +233,12 @@ def test_a_last_step_of_micro_batches_has_no_more_than_asked() -> None:
     plan = make_plan(lengths, recipe, prefixes=prefixes)
     assert_valid_plan(plan)
     assert np.diff(plan.cell_offsets).max() <= 4
+
+
+def test_a_group_that_fits_without_sharing_need_not_share() -> None:
+    ids = [[1] * 20 + [at] for at in range(4)]
+    limits = Limits(gathered=60)
+    recipe = Recipe(layout=Packed(max_tokens=100), groups="micro_batch", limits=limits)
+    plan = make_plan([21] * 4, recipe, groups=[0] * 4, prefixes=find_prefixes(ids))
+    assert_valid_plan(plan)
+    assert plan.parents is None

@@ -21,8 +21,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from evenstep import (
+    Cost,
     MicroBatch,
     Packed,
+    PlannedStream,
     Recipe,
     Steps,
     Topology,
@@ -289,6 +291,30 @@ def test_what_cannot_share_prefixes_is_refused_with_the_remedy() -> None:
         gradient(llama(name="sdpa"), micros, samples, cross_entropy())
     with pytest.raises(ConfigError, match=r"preprocess gets the slots.*or plan without prefixes"):
         gradient(decoder(), micros, samples, cross_entropy(), preprocess=lambda batch: batch)
+
+
+def test_parts_of_a_split_sample_beside_a_tree_stay_in_the_loss() -> None:
+    ids = [[at * 7 % 9 for at in range(90)]]
+    ids += [[1, 2, 3, 4, 5, at] for at in range(3)] + [[6, 7, 8, 9, at] for at in range(3)]
+    recipe = Recipe(
+        layout=Packed(max_tokens=70), overflow="split", cost=Cost(per_token=0.01, per_pair=1.0)
+    )
+    samples, results = [{"input_ids": each} for each in ids], []
+    for prefixes in (None, find_prefixes(ids)):
+        stream = PlannedStream(samples, recipe, prefixes=prefixes, shuffle=False)
+        model, tokens = decoder(), []
+        for step in stream:
+            ran = Runner(model=model, loss=cross_entropy()).run(step)
+            batches = [Collator()(micro, step.samples) for micro in step.micro_batches]
+            restored = restore_tokens(step, [batch.tokens for batch in batches], pad=-1)
+            tokens += [[token for token in row if token >= 0] for row in restored.tolist()]
+        assert tokens == ids
+        gradients = {name: each.grad for name, each in model.named_parameters()}
+        results.append((ran.numbers.denominators, gradients))
+        whole = [micro.segments.parent is None for micro in step.micro_batches]
+        assert all(whole) is (prefixes is None)
+    assert results[0][0] == results[1][0]
+    assert max(errors_of_parameters(results[1][1], results[0][1]).values()) <= 1e-12
 
 
 def test_a_plan_of_prefixes_runs_and_is_restored() -> None:

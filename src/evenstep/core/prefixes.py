@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenstep.core.ragged import IntArray, Segments, frozen
+from evenstep.core.text import short_repr
 from evenstep.errors import InputError
 
 Ids: TypeAlias = NDArray[np.integer]
@@ -33,7 +34,8 @@ class Prefixes:
 
     def __post_init__(self) -> None:
         for name in ("order", "shared"):
-            object.__setattr__(self, name, frozen(getattr(self, name)))
+            numbers = whole_numbers(f"{name} of prefixes", getattr(self, name))
+            object.__setattr__(self, name, frozen(numbers))
 
     def __len__(self) -> int:
         return len(self.order)
@@ -45,7 +47,8 @@ class Prefixes:
         >>> Prefixes.of_groups(["a", "b", "a"], [3, 2, 3]).shared.tolist()
         [0, 3, 0]
         """
-        group, prompt = _numbered(groups), np.asarray(lengths, np.int64)
+        group = _numbered("groups", groups)
+        prompt = whole_numbers("the prompt lengths", lengths)
         if len(group) != len(prompt):
             raise InputError(
                 f"there are {len(group)} groups and {len(prompt)} prompt lengths. Give one of each "
@@ -214,33 +217,57 @@ def _kinds(
 ) -> IntArray:
     """A number of each sample; only samples of one number may share."""
     kinds = np.zeros(count, np.int64)
-    for name, values in {"groups": groups, **same}.items():
-        if values is None:
-            continue
+    every = [] if groups is None else [("groups", groups)]
+    for name, values in [*every, *((f"same[{name!r}]", values) for name, values in same.items())]:
         if len(values) != count:
             raise InputError(
                 f"{name} has {len(values)} entries for {count} samples. Give one per sample."
             )
         plain = values if name == "groups" else [_identity(name, value) for value in values]
-        kinds = _numbered(list(zip(kinds.tolist(), _numbered(plain).tolist(), strict=True)))
+        numbers = _numbered(name, plain).tolist()
+        kinds = _numbered(name, list(zip(kinds.tolist(), numbers, strict=True)))
     return kinds
 
 
-def _numbered(keys: Sequence[Hashable] | NDArray[Any]) -> IntArray:
+def _numbered(name: str, keys: Sequence[Hashable] | NDArray[Any]) -> IntArray:
     """Number keys by first appearance: ["b", "a", "b"] -> [0, 1, 0]."""
     numbers: dict[Hashable, int] = {}
     plain = keys.tolist() if hasattr(keys, "tolist") else keys
-    return np.array([numbers.setdefault(key, len(numbers)) for key in plain], np.int64)
+    try:
+        return np.array([numbers.setdefault(key, len(numbers)) for key in plain], np.int64)
+    except TypeError:
+        raise InputError(
+            f"{name} must have one number or text per sample, got {short_repr(keys)}."
+        ) from None
+
+
+def whole_numbers(name: str, values: ArrayLike) -> IntArray:
+    """A list of whole numbers as an array; an `InputError` for anything else."""
+    try:
+        array = np.asarray(values)
+        whole = (
+            array.astype(np.int64, copy=False)
+            if array.dtype.kind in "iu" or not array.size
+            else None
+        )
+    except (TypeError, ValueError, OverflowError):
+        array, whole = np.empty((0, 0)), None
+    if whole is None or array.ndim != 1:
+        raise InputError(f"{name} must be a list of whole numbers, got {short_repr(values)}.")
+    return whole
 
 
 def _identity(name: str, value: Any) -> Hashable:
     """What is equal for equal values, and for no others."""
     if value is None or isinstance(value, bytes | str | int | float):
         return value
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # ragged, or a tensor that numpy cannot hold
+        array = np.empty(0, object)
     if array.dtype.kind == "O":
         raise InputError(
-            f"same[{name!r}] has a {type(value).__name__}, which cannot be compared. Give arrays, "
-            f"bytes, numbers or texts."
+            f"{name} has a {type(value).__name__}, which cannot be compared. Give arrays, bytes, "
+            f"numbers or texts."
         )
     return array.dtype.str, array.shape, hashlib.blake2b(array.tobytes()).digest()

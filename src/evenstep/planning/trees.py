@@ -33,7 +33,7 @@ from evenstep.core.ragged import (
     sum_by,
 )
 from evenstep.core.recipe import Recipe
-from evenstep.errors import ConfigError, PlanError
+from evenstep.errors import ConfigError, InputError, PlanError
 from evenstep.planning.kernels import kernel
 from evenstep.planning.step import DecidedStep, decide_step, search_packs
 from evenstep.planning.units import Phases, Problem, Units
@@ -47,6 +47,10 @@ _ROUNDING = 1 + 1e-12
 
 def check_trees(recipe: Recipe, lengths: IntArray, names: IntArray, prefixes: Prefixes) -> None:
     """Raise if steps of this recipe cannot share prefixes, or if these do not fit the samples."""
+    if not isinstance(prefixes, Prefixes):
+        raise InputError(
+            f"prefixes must be Prefixes, got {type(prefixes).__name__}. Use find_prefixes."
+        )
     prefixes.check(lengths)
     layout, topology = recipe.layout, recipe.topology
     by_name = recipe.balance != "refined" or layout.packer is not None
@@ -115,7 +119,7 @@ def _too_large(units: Units, recipe: Recipe) -> BoolArray:
 
 
 def _over(step: DecidedStep, recipe: Recipe) -> bool:
-    """Whether a micro-batch of several segments exceeds the budget or `limits.cost`.
+    """Whether a micro-batch of several segments exceeds the budget, `limits.cost` or `gathered`.
 
     A group may fit by the nodes of all samples, and not by those that are worth it in its step. And
     where alignment pads a node, it and its only child cost less apart than as one segment.
@@ -127,6 +131,9 @@ def _over(step: DecidedStep, recipe: Recipe) -> bool:
         costs = sum_by(step.micro, recipe.cost.of_lengths(aligned, step.segments.behind), 0)
         most = recipe.limits.cost * _ROUNDING
         over |= several & (costs + recipe.cost.per_micro_batch > most)
+    if (behind := step.segments.behind) is not None:
+        keys = sum_by(step.micro, np.where(behind > 0, behind + aligned, 0), 0)
+        over |= keys > (recipe.gathered or 0)
     return bool(over.any())
 
 
