@@ -128,10 +128,7 @@ def prefixes(order: list[int], shared: list[int]) -> Prefixes:
         (lambda: find_prefixes([[1], [2]], groups=[1]), r"groups has 1 entries for 2 samples"),
         (
             lambda: find_prefixes([[1]], same={"image": []}),
-            (
-                lambda: find_prefixes([[1]], same={"image": []}),
-                r"\['image'\] has 0 entries for 1 samples",
-            ),
+            r"\['image'\] has 0 entries for 1 samples",
         ),
         (lambda: find_prefixes([[1]], same={"image": [{}]}), r"same\['image'\] has a dict"),
     ],
@@ -141,21 +138,28 @@ def test_wrong_prefixes_are_errors_that_name_the_sample(call: Any, message: str)
         call()
 
 
+LISTS: Any = [[1], [2]]
+make_prefixes: Any = Prefixes
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Prefixes([0, 1], [0, 2.5]), "shared of prefixes must be a list of whole numbers"),
-        (lambda: Prefixes([0, 1], [0, float("nan")]), "shared of prefixes must be a list"),
-        (lambda: Prefixes(None, None), "order of prefixes must be a list of whole numbers"),
+        (
+            lambda: make_prefixes([0, 1], [0, 2.5]),
+            "shared of prefixes must be a list of whole numbers",
+        ),
+        (lambda: make_prefixes([0, 1], [0, float("nan")]), "shared of prefixes must be a list"),
+        (lambda: make_prefixes(None, None), "order of prefixes must be a list of whole numbers"),
         (lambda: Prefixes.of_groups([0, 0], [1.5, 1.5]), "the prompt lengths must be a list"),
         (lambda: Prefixes.of_groups([0, 0], 3), "the prompt lengths must be a list"),
-        (lambda: find_prefixes([[1], [1]], groups=[[1], [2]]), "groups must have one number or"),
+        (lambda: find_prefixes([[1], [1]], groups=LISTS), "groups must have one number or"),
         (
             lambda: find_prefixes([[1], [1]], same={"x": [[[1, 2], [3]]] * 2}),
             r"same\['x'\] has a list, which cannot be compared",
         ),
         (
-            lambda: make_plan([5, 6], Recipe(layout=Packed(max_tokens=20)), prefixes=[[1], [1]]),
+            lambda: make_plan([5, 6], Recipe(layout=Packed(max_tokens=20)), prefixes=LISTS),
             r"prefixes must be Prefixes, got list. Use find_prefixes",
         ),
     ],

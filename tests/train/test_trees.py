@@ -305,11 +305,12 @@ def test_parts_of_a_split_sample_beside_a_tree_stay_in_the_loss() -> None:
         model, tokens = decoder(), []
         for step in stream:
             ran = Runner(model=model, loss=cross_entropy()).run(step)
-            batches = [Collator()(micro, step.samples) for micro in step.micro_batches]
+            batches = [Collator()(micro, samples) for micro in step.micro_batches]
             restored = restore_tokens(step, [batch.tokens for batch in batches], pad=-1)
             tokens += [[token for token in row if token >= 0] for row in restored.tolist()]
         assert tokens == ids
         gradients = {name: each.grad for name, each in model.named_parameters()}
+        assert ran.numbers is not None
         results.append((ran.numbers.denominators, gradients))
         whole = [micro.segments.parent is None for micro in step.micro_batches]
         assert all(whole) is (prefixes is None)
