@@ -9,9 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evenstep import Packed, PlannedStream, Prefixes, Recipe, Steps, Topology, World, find_prefixes
+from evenstep import (
+    Packed,
+    PlannedStream,
+    Prefixes,
+    Recipe,
+    Steps,
+    Topology,
+    World,
+    find_prefixes,
+    make_plan,
+)
 from evenstep.data import Lengths
-from evenstep.errors import EvenstepError
+from evenstep.errors import EvenstepError, PlanError
 from tests.internals import StreamPosition
 from tests.tree_cases import random_samples
 
@@ -36,12 +46,14 @@ def stream_of(samples: list[list[int]], recipe: Recipe, rank: int, ranks: int) -
 
 @pytest.mark.parametrize("change", [(1, 2), (2, 1), (2, 3), (4, 2)])
 @pytest.mark.parametrize("steps", [Steps(), Steps(samples=9), Steps(tokens=90)])
+@pytest.mark.parametrize(("budget", "overflow"), [(40, "error"), (8, "truncate")])
 def test_a_stream_with_prefixes_continues_inside_a_step_on_other_ranks(
-    change: tuple[int, int], steps: Steps
+    change: tuple[int, int], steps: Steps, budget: int, overflow: Any
 ) -> None:
     before, after = change
     samples = random_samples(np.random.default_rng(5), 80)
-    recipe = Recipe(layout=Packed(max_tokens=40), steps=steps)
+    assert overflow == "error" or max(map(len, samples)) > budget
+    recipe = Recipe(layout=Packed(max_tokens=budget), steps=steps, overflow=overflow)
     whole = Counter(s for step in stream_of(samples, recipe, 0, 1) for s in own_samples(step))
     assert whole == Counter(range(len(samples)))
     # One wave of the first step runs on `before` ranks, everything else on `after`.
@@ -81,3 +93,21 @@ def test_an_epoch_of_a_stream_is_one_plan_with_its_prefixes() -> None:
     by_step = [sum(micro.tokens for micro in step.micro_batches) for step in stream]
     assert [sum(m.tokens for rank in step for m in rank) for step in plan] == by_step
     assert plan.segments.parent is not None
+
+
+@pytest.mark.parametrize(
+    "steps", [Steps(), Steps(samples=8), Steps(tokens=200), Steps(micro_batches=2)]
+)
+def test_a_group_that_fits_only_with_its_prefix_runs_in_a_stream_as_in_a_plan(steps: Steps) -> None:
+    samples = [[group] * 20 + [answer] for group in range(6) for answer in range(4)]
+    lengths, groups = [len(tokens) for tokens in samples], np.repeat(np.arange(6), 4)
+    recipe = Recipe(layout=Packed(max_tokens=40), groups="micro_batch", steps=steps)
+    about: dict[str, Any] = {"groups": groups, "prefixes": find_prefixes(samples)}
+    plan = make_plan(lengths, recipe, **about)
+    stream = PlannedStream(Lengths(np.array(lengths)), recipe, shuffle=False, **about)
+    assert stream.epoch_size().steps == plan.num_steps
+    for step, planned in zip(stream, plan, strict=True):
+        micros = [micro.segments.sample.tolist() for micro in planned[0]]
+        assert [micro.segments.sample.tolist() for micro in step.micro_batches] == micros
+    with pytest.raises(PlanError, match="group"):  # without prefixes, it does not fit
+        next(iter(PlannedStream(Lengths(np.array(lengths)), recipe, groups=groups)))

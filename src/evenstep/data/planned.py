@@ -489,24 +489,20 @@ class PlannedStream(Stream):
         return self._members.values[np.repeat(begin, sizes) + inside], offsets[1:]
 
     def _about(self, sample_ids: IntArray) -> dict[str, Any]:
-        """What plans take of each sample besides its length."""
+        """What plans take of samples besides their lengths."""
         groups = self._groups
         return {
             "groups": None if groups is None else groups[sample_ids].astype(np.int64),
             "columns": {name: column[sample_ids] for name, column in (self._columns or {}).items()},
+            "prefixes": None if self._prefixes is None else self._prefixes.take(sample_ids),
             "names": sample_ids,
         }
-
-    def _about_plan(self, sample_ids: IntArray) -> dict[str, Any]:
-        """What plans take of each sample besides its length, and what samples share."""
-        shared = None if self._prefixes is None else self._prefixes.take(sample_ids)
-        return {**self._about(sample_ids), "prefixes": shared}
 
     def _plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
         """(the plan of a step for the ranks that began it, the ids of its samples)."""
         at = bounds.before
         sample_ids, _ = self._sample_ids(at, bounds.after.position - at.position)
-        lengths, about = self.source.lengths_of(sample_ids), self._about_plan(sample_ids)
+        lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
         return plan_step(lengths, self._recipe_at(at), last=bounds.last, **about), sample_ids
 
     def _deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
@@ -527,7 +523,9 @@ class PlannedStream(Stream):
         # Ranks need not get equally many segments of a rest: that is not possible in general.
         recipe = on_ranks(replace(plan.recipe, steps=Steps(), equal_sizes=False), ranks)
         try:
-            about = self._about_plan(segments.sample)
+            about = self._about(segments.sample)
+            if about["prefixes"] is not None:  # what was truncated is not shared
+                about["prefixes"] = about["prefixes"].clipped(segments.length)
             again = plan_step(segments.length, recipe, last=True, **about)
         except PlanError as error:
             raise PlanError(
@@ -721,7 +719,7 @@ class PlannedStream(Stream):
         """
         at = StreamPosition(whole_number("epoch", epoch, least=0))
         sample_ids, _ = self._sample_ids(at, self._units)
-        lengths, about = self.source.lengths_of(sample_ids), self._about_plan(sample_ids)
+        lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
         plan = make_plan(lengths, self.recipe, progress=progress, **about)
         stored = np.array_equal(sample_ids, np.arange(len(sample_ids)))
         return plan if stored else replace(plan, sample_ids=sample_ids)
