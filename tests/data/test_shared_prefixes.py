@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from evenstep import (
+    Limits,
     Packed,
     PlannedStream,
     Prefixes,
@@ -20,8 +21,8 @@ from evenstep import (
     find_prefixes,
     make_plan,
 )
-from evenstep.data import Lengths
-from evenstep.errors import EvenstepError, PlanError
+from evenstep.data import Lengths, separate_lengths
+from evenstep.errors import ConfigError, CursorError, EvenstepError, PlanError
 from tests.internals import StreamPosition
 from tests.tree_cases import random_samples
 
@@ -111,3 +112,71 @@ def test_a_group_that_fits_only_with_its_prefix_runs_in_a_stream_as_in_a_plan(st
         assert [micro.segments.sample.tolist() for micro in step.micro_batches] == micros
     with pytest.raises(PlanError, match="group"):  # without prefixes, it does not fit
         next(iter(PlannedStream(Lengths(np.array(lengths)), recipe, groups=groups)))
+
+
+def one_rank(samples: list[list[int]], **options: Any) -> PlannedStream:
+    lengths = Lengths(np.array([len(tokens) for tokens in samples]))
+    return PlannedStream(lengths, Recipe(layout=Packed(max_tokens=40)), **options)
+
+
+def test_a_cursor_inside_a_step_is_refused_with_other_prefixes() -> None:
+    samples = random_samples(np.random.default_rng(5), 80)
+    prefixes = find_prefixes(samples)
+    fewer = Prefixes(prefixes.order, np.minimum(prefixes.shared, 2))
+    inside = StreamPosition().within(1, 1)
+    for before, after in [(prefixes, None), (None, prefixes), (prefixes, fewer)]:
+        stream, changed = one_rank(samples, prefixes=before), one_rank(samples, prefixes=after)
+        with pytest.raises(CursorError, match="prefixes"):
+            changed.load_state_dict(stream.cursor(inside).to_dict())
+        # A step has the same samples with any prefixes, so between steps they may change.
+        changed.load_state_dict(stream.cursor(StreamPosition(step=1)).to_dict())
+    same = Prefixes(prefixes.order.copy(), prefixes.shared.copy())
+    stream = one_rank(samples, prefixes=same)
+    stream.load_state_dict(one_rank(samples, prefixes=prefixes).cursor(inside).to_dict())
+
+
+def test_a_cursor_inside_a_step_of_samples_that_share_is_refused_with_other_columns() -> None:
+    samples = random_samples(np.random.default_rng(5), 80)
+    lengths, prefixes = (
+        Lengths(np.array([len(tokens) for tokens in samples])),
+        find_prefixes(samples),
+    )
+    recipe = Recipe(layout=Packed(max_tokens=40), limits=Limits(columns={"images": 4}))
+    streams = [
+        PlannedStream(
+            lengths, recipe, prefixes=prefixes, columns={"images": np.full(len(samples), count)}
+        )
+        for count in (1, 2)
+    ]
+    state = streams[0].cursor(StreamPosition().within(1, 1)).to_dict()
+    streams[0].load_state_dict(state)
+    with pytest.raises(CursorError, match="columns"):
+        streams[1].load_state_dict(state)
+
+
+def test_ranks_with_other_prefixes_have_other_fingerprints() -> None:
+    samples = random_samples(np.random.default_rng(5), 80)
+    prefixes = find_prefixes(samples)
+    fewer = Prefixes(prefixes.order, np.minimum(prefixes.shared, 2))
+    streams = [one_rank(samples, prefixes=each) for each in (prefixes, fewer, None)]
+    assert len({stream.fingerprint for stream in streams}) == 3
+    assert len({next(iter(stream)).fingerprint for stream in streams}) == 3
+    assert one_rank(samples, prefixes=find_prefixes(samples)).fingerprint == streams[0].fingerprint
+
+
+def test_cursors_without_prefixes_stay_as_they_were() -> None:
+    identity = one_rank([[1, 2], [3]]).cursor(StreamPosition().within(1, 1)).identity
+    assert sorted(identity) == ["data", "lengths", "order", "recipe", "stream"]
+
+
+def test_lengths_of_samples_that_share_cannot_be_separated() -> None:
+    samples = [[1, 2, 3, 4, 5, 6, prompt, answer] for prompt in range(20) for answer in range(4)]
+    stream = one_rank(samples, prefixes=find_prefixes(samples))
+    whole = next(iter(stream))
+    stream.load_state_dict(stream.cursor(StreamPosition().within(1, 1)).to_dict())
+    rest = next(iter(stream))
+    for step in (whole, rest):
+        with pytest.raises(ConfigError, match="Plan without prefixes"):
+            separate_lengths(step, 3)
+    alone = next(iter(one_rank(samples)))
+    assert sorted(own_samples(separate_lengths(alone, 3))) == list(range(len(samples)))

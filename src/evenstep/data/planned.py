@@ -608,18 +608,20 @@ class PlannedStream(Stream):
 
     # Identity ----------------------------------------------------------------------------------
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether micro-batches may compute what samples share once."""
+        return self._prefixes is not None
+
     @cached_property
     def fingerprint(self) -> str:
         """A digest of all that determines the steps: data, order, recipe, ranks. Not the rank, so
         it is the same on all ranks unless they would train on different plans."""
-        identity, per_sample = dict[str, Any](self._identity), {}
+        identity, per_sample = dict[str, Any](self._identity | self._identity_of_prefixes), {}
         if self._loss_tokens is not None:
             per_sample["loss_tokens"] = column_digest(self._loss_tokens, ALL_DIGESTED)
-        columns = self._columns
-        if columns is not None:
-            names = [name for name in self.recipe.columns if name in columns]
-            digests = {name: column_digest(columns[name], ALL_DIGESTED) for name in names}
-            identity["columns"] = digests
+        if self._columns is not None:
+            identity["columns"] = self._column_digests
         return settings_digest(
             {
                 **identity,
@@ -649,7 +651,26 @@ class PlannedStream(Stream):
         """What a cursor inside a step belongs to: there, only the ranks may change."""
         recipe = self.recipe.to_dict()
         recipe["topology"] = {**recipe["topology"], "dp": None}
-        return {**self._identity, "recipe": settings_digest(recipe)}
+        identity = {**self._identity, "recipe": settings_digest(recipe)}
+        if self._prefixes is None:  # as in earlier releases
+            return identity
+        columns = {"columns": settings_digest(self._column_digests)} if self._columns else {}
+        return {**identity, **self._identity_of_prefixes, **columns}
+
+    @cached_property
+    def _identity_of_prefixes(self) -> dict[str, str]:
+        """What samples share, if that was given. It determines micro-batches, not steps."""
+        if self._prefixes is None:
+            return {}
+        arrays = self._prefixes.order.tobytes(), self._prefixes.shared.tobytes()
+        return {"prefixes": digest_of(*arrays, size=8).hex()}
+
+    @property
+    def _column_digests(self) -> dict[str, str]:
+        """A digest of each column that the recipe uses."""
+        columns = self._columns or {}
+        names = [name for name in self.recipe.columns if name in columns]
+        return {name: column_digest(columns[name], ALL_DIGESTED) for name in names}
 
     # Length ------------------------------------------------------------------------------------
 
@@ -850,6 +871,11 @@ class SavedPlanStream(PlannedStream):
         cell = bounds.before.position * self._plan.num_ranks
         planned = self._plan.cell_offsets[cell + 1] - self._plan.cell_offsets[cell]
         return int(planned) * self._plan.num_ranks // self.world.size
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether samples of the plan share tokens."""
+        return self._plan.segments.parent is not None
 
     @property
     def _identity_of_steps(self) -> dict[str, str]:
