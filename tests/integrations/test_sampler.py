@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology, World
+from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology, World, find_prefixes
 from evenstep.data import Lengths
 from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.sampler import PlannedBatchSampler
@@ -54,6 +54,18 @@ def test_a_plain_loader_gets_the_micro_batches_of_its_rank(workers: int) -> None
             assert sum(len(sample["input_ids"]) for sample in batch) <= 40
             seen += [sample["id"] for sample in batch]
     assert sorted(seen) == list(range(96))
+
+
+def test_samples_that_share_prefixes_are_refused() -> None:
+    samples = [[1, 2, 3, 4, 5, 6, prompt, answer] for prompt in range(5) for answer in range(4)]
+    lengths = np.array([len(tokens) for tokens in samples])
+    shared = stream_of(lengths=lengths, prefixes=find_prefixes(samples))
+    saved = PlannedStream.from_plan(Lengths(lengths), shared.plan_epoch())
+    for stream in (shared, saved):
+        with pytest.raises(ConfigError, match="Plan without prefixes"):
+            PlannedBatchSampler(stream)
+    batches = list(PlannedBatchSampler(stream_of(lengths=lengths)))
+    assert sorted(sample for batch in batches for sample in batch) == list(range(20))
 
 
 def test_distributing_the_batches_of_one_rank_is_refused() -> None:

@@ -118,6 +118,16 @@ class Prefixes:
         shared[1:] = self.between(chosen[order][:-1], chosen[order][1:])
         return Prefixes(order, shared)
 
+    def clipped(self, lengths: ArrayLike) -> Prefixes:
+        """The prefixes of the same samples, cut to these lengths.
+
+        >>> Prefixes(order=[0, 2, 1], shared=[0, 4, 2]).clipped([3, 5, 9]).shared.tolist()
+        [0, 3, 2]
+        """
+        length = np.asarray(lengths, np.int64)[self.order]
+        most = np.minimum(length, np.concatenate((length[:1], length[:-1])))
+        return Prefixes(self.order, np.minimum(self.shared, most))
+
     def check(self, lengths: ArrayLike, input_ids: Sequence[Any] | Ids | None = None) -> None:
         """Raise if these are no prefixes of samples of these lengths and, if given, tokens."""
         length = np.asarray(lengths, np.int64)

@@ -489,24 +489,20 @@ class PlannedStream(Stream):
         return self._members.values[np.repeat(begin, sizes) + inside], offsets[1:]
 
     def _about(self, sample_ids: IntArray) -> dict[str, Any]:
-        """What plans take of each sample besides its length."""
+        """What plans take of samples besides their lengths."""
         groups = self._groups
         return {
             "groups": None if groups is None else groups[sample_ids].astype(np.int64),
             "columns": {name: column[sample_ids] for name, column in (self._columns or {}).items()},
+            "prefixes": None if self._prefixes is None else self._prefixes.take(sample_ids),
             "names": sample_ids,
         }
-
-    def _about_plan(self, sample_ids: IntArray) -> dict[str, Any]:
-        """What plans take of each sample besides its length, and what samples share."""
-        shared = None if self._prefixes is None else self._prefixes.take(sample_ids)
-        return {**self._about(sample_ids), "prefixes": shared}
 
     def _plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
         """(the plan of a step for the ranks that began it, the ids of its samples)."""
         at = bounds.before
         sample_ids, _ = self._sample_ids(at, bounds.after.position - at.position)
-        lengths, about = self.source.lengths_of(sample_ids), self._about_plan(sample_ids)
+        lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
         return plan_step(lengths, self._recipe_at(at), last=bounds.last, **about), sample_ids
 
     def _deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
@@ -527,7 +523,9 @@ class PlannedStream(Stream):
         # Ranks need not get equally many segments of a rest: that is not possible in general.
         recipe = on_ranks(replace(plan.recipe, steps=Steps(), equal_sizes=False), ranks)
         try:
-            about = self._about_plan(segments.sample)
+            about = self._about(segments.sample)
+            if about["prefixes"] is not None:  # what was truncated is not shared
+                about["prefixes"] = about["prefixes"].clipped(segments.length)
             again = plan_step(segments.length, recipe, last=True, **about)
         except PlanError as error:
             raise PlanError(
@@ -610,18 +608,20 @@ class PlannedStream(Stream):
 
     # Identity ----------------------------------------------------------------------------------
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether micro-batches may compute what samples share once."""
+        return self._prefixes is not None
+
     @cached_property
     def fingerprint(self) -> str:
         """A digest of all that determines the steps: data, order, recipe, ranks. Not the rank, so
         it is the same on all ranks unless they would train on different plans."""
-        identity, per_sample = dict[str, Any](self._identity), {}
+        identity, per_sample = dict[str, Any](self._identity | self._identity_of_prefixes), {}
         if self._loss_tokens is not None:
             per_sample["loss_tokens"] = column_digest(self._loss_tokens, ALL_DIGESTED)
-        columns = self._columns
-        if columns is not None:
-            names = [name for name in self.recipe.columns if name in columns]
-            digests = {name: column_digest(columns[name], ALL_DIGESTED) for name in names}
-            identity["columns"] = digests
+        if self._columns is not None:
+            identity["columns"] = self._column_digests
         return settings_digest(
             {
                 **identity,
@@ -651,7 +651,26 @@ class PlannedStream(Stream):
         """What a cursor inside a step belongs to: there, only the ranks may change."""
         recipe = self.recipe.to_dict()
         recipe["topology"] = {**recipe["topology"], "dp": None}
-        return {**self._identity, "recipe": settings_digest(recipe)}
+        identity = {**self._identity, "recipe": settings_digest(recipe)}
+        if self._prefixes is None:  # as in earlier releases
+            return identity
+        columns = {"columns": settings_digest(self._column_digests)} if self._columns else {}
+        return {**identity, **self._identity_of_prefixes, **columns}
+
+    @cached_property
+    def _identity_of_prefixes(self) -> dict[str, str]:
+        """What samples share, if that was given. It determines micro-batches, not steps."""
+        if self._prefixes is None:
+            return {}
+        arrays = self._prefixes.order.tobytes(), self._prefixes.shared.tobytes()
+        return {"prefixes": digest_of(*arrays, size=8).hex()}
+
+    @property
+    def _column_digests(self) -> dict[str, str]:
+        """A digest of each column that the recipe uses."""
+        columns = self._columns or {}
+        names = [name for name in self.recipe.columns if name in columns]
+        return {name: column_digest(columns[name], ALL_DIGESTED) for name in names}
 
     # Length ------------------------------------------------------------------------------------
 
@@ -721,7 +740,7 @@ class PlannedStream(Stream):
         """
         at = StreamPosition(whole_number("epoch", epoch, least=0))
         sample_ids, _ = self._sample_ids(at, self._units)
-        lengths, about = self.source.lengths_of(sample_ids), self._about_plan(sample_ids)
+        lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
         plan = make_plan(lengths, self.recipe, progress=progress, **about)
         stored = np.array_equal(sample_ids, np.arange(len(sample_ids)))
         return plan if stored else replace(plan, sample_ids=sample_ids)
@@ -852,6 +871,11 @@ class SavedPlanStream(PlannedStream):
         cell = bounds.before.position * self._plan.num_ranks
         planned = self._plan.cell_offsets[cell + 1] - self._plan.cell_offsets[cell]
         return int(planned) * self._plan.num_ranks // self.world.size
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether samples of the plan share tokens."""
+        return self._plan.segments.parent is not None
 
     @property
     def _identity_of_steps(self) -> dict[str, str]:

@@ -419,6 +419,13 @@ def separate_lengths(step: Step, limit: int) -> Step:
             "Runner."
         )
     plan, waves = step.plan, [True] * len(step)
+    of_plan = () if plan is None else (plan.segments,)
+    segments = *of_plan, *(micro.segments for micro in step.micro_batches)
+    if any(each.parent is not None for each in segments):
+        raise ConfigError(
+            f"the samples of step {step.number} share prefixes, so short and long ones cannot be "
+            f"separated. Plan without prefixes."
+        )
     if plan is not None:
         _check_groups(plan, limit)
         (ranks,) = list(plan)

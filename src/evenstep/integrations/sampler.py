@@ -36,7 +36,8 @@ class Part(NamedTuple):
 class PlannedBatchSampler:
     """The sample ids of every micro-batch of this rank: `DataLoader(data, batch_sampler=...)`.
 
-    A batch sampler can only name whole samples, so over-long samples cannot be split or truncated.
+    A batch sampler can only name whole samples, so over-long samples cannot be split or truncated,
+    and samples cannot share prefixes.
     If the last step of an epoch has less work than ranks, some micro-batches are empty. They are an
     error, unless `drop_last` leaves such a step out (counted in `dropped`), or `epochs` is given.
 
@@ -82,6 +83,11 @@ class PlannedBatchSampler:
                 f"overflow={stream.recipe.overflow!r} cannot be used with a batch sampler, which "
                 f"can only name whole samples. Use overflow 'drop', 'alone' or 'error', or a "
                 f"StreamLoader."
+            )
+        if per_step is None and stream.shares_prefixes:
+            raise ConfigError(
+                "micro-batches whose samples share prefixes cannot be used with a batch sampler, "
+                "which can only name whole samples. Plan without prefixes, or use a StreamLoader."
             )
         ends_elsewhere = stream.infinite_loop or stream.max_num_steps is not None
         if per_step is not None and ends_elsewhere:

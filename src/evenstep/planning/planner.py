@@ -98,6 +98,7 @@ def step_size(
     *,
     groups: ArrayLike | None = None,
     columns: Mapping[str, ArrayLike] | None = None,
+    prefixes: Prefixes | None = None,
     names: IntArray | None = None,
     complete: bool = True,
 ) -> int | None:
@@ -113,10 +114,11 @@ def step_size(
     2
     """
     try:
-        return _size_of(_Work.of(lengths, recipe, groups, columns, names), complete)
+        return _size_of(_Work.of(lengths, recipe, groups, columns, names, prefixes), complete)
     except PlanError:
         # The sample at fault may lie after the step: look at those before it.
-        size = _size_of(_before_the_fault(lengths, recipe, groups, columns, names), False)
+        before = _before_the_fault(lengths, recipe, groups, columns, names, prefixes)
+        size = _size_of(before, False)
         if not size:
             raise
         return size
@@ -128,6 +130,7 @@ def _before_the_fault(
     groups: ArrayLike | None,
     columns: Mapping[str, ArrayLike] | None,
     names: IntArray | None,
+    prefixes: Prefixes | None,
 ) -> _Work:
     """The samples before the first one that cannot be planned, found by bisection."""
     counts, ids = np.asarray(lengths), None if groups is None else np.asarray(groups)
@@ -141,6 +144,7 @@ def _before_the_fault(
             None if ids is None else ids[:count],
             {name: column[:count] for name, column in held.items()},
             None if names is None else names[:count],
+            None if prefixes is None else prefixes.take(np.arange(count)),
         )
 
     low, high = 0, len(ends)  # the first ends[low] samples can be planned
