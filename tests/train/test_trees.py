@@ -413,8 +413,9 @@ def test_the_check_of_shared_prefixes_runs_once_and_leaves_nothing_behind() -> N
     runner = Runner(model=model, loss=cross_entropy(), forward=forward)
     torch.manual_seed(7)
     runner.run(step)
-    assert slots[:2] == [17, 24]  # a prompt of 7 and twice 5, and whole samples; then the step
-    assert len(slots) == 2 + len(step)
+    # A prompt of 7 and twice 5; whole samples; the former without the prompt; then the step.
+    assert slots[:3] == [17, 24, 17]
+    assert len(slots) == 3 + len(step)
     after = torch.rand(1)
     torch.manual_seed(7)
     torch.rand(len(step))
@@ -422,7 +423,7 @@ def test_the_check_of_shared_prefixes_runs_once_and_leaves_nothing_behind() -> N
     assert model.training
     assert not model.blocks[0].training
     runner.run(step)
-    assert len(slots) == 2 + 2 * len(step)
+    assert len(slots) == 3 + 2 * len(step)
 
 
 def test_micro_batches_that_are_too_large_are_divided_inside_a_tree() -> None:

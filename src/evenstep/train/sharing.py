@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.ragged import rounded_up
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
+from evenstep.tensors.losses import select_output
 from evenstep.tensors.trees import shares_slots
 from evenstep.train.collectives import Collective
 from evenstep.train.framework import Forward, Framework, undisturbed, unwrapped
 
-_CHECKED: WeakSet[Any] = WeakSet()
+_CHECKED: MutableMapping[Any, list[Collective]] = WeakIdKeyDictionary()
+"""The collectives whose ranks have checked a model. Others have to check it again, together."""
 TF32, HALF = 1e-2, 0.1
 """The most that outputs may differ by rounding, relative to their norm."""
 
@@ -37,49 +39,70 @@ def check_sharing(
 ) -> None:
     """Raise, on all ranks alike, if outputs differ where two samples share a prefix.
 
-    Once per model, if any rank shares prefixes in this plan. Each rank runs two samples of its
-    micro-batches, shared and whole, without gradients. `items` are its micro-batches and samples.
+    Once per model and collective, if any rank shares prefixes in this plan. Each rank runs two
+    samples of its micro-batches, shared and whole, without gradients. `items` are its
+    micro-batches and samples.
     """
     inner = unwrapped(model)
-    if plan is None or inner in _CHECKED or not shares_slots(plan.segments):
+    if plan is None or not shares_slots(plan.segments) or _is_checked(inner, ranks):
         return
-    item: tuple[MicroBatch, Any] | None = None
-    for micro, samples in items:
-        pair = pair_of(micro)
-        item = (micro if pair is None else pair, samples)
-        if pair is not None:
-            break
-    difference, allowed, error = 0.0, 1.0, None
-    # Forwards of fully_shard communicate, so ranks that share nothing run some as well.
-    if item is not None and (shares_slots(item[0].segments) or Framework.of(model).locks_step):
-        try:
+    compared, difference, allowed = False, 0.0, 1.0
+    error: Exception | None = None
+    try:
+        item: tuple[MicroBatch, Any] | None = None
+        for micro, samples in items:
+            pair = pair_of(micro)
+            item = (micro if pair is None else pair, samples)
+            if pair is not None:
+                compared = True
+                break
+        # Forwards of fully_shard communicate, so ranks that share nothing run some as well.
+        if item is not None and (compared or Framework.of(model).locks_step):
             batch = collate(*item)
             batch = batch if device is None else batch.to(device)
             difference, allowed = difference_of(inner, forward, batch)
-        except Exception as raised:  # other ranks wait for the sum below
-            error = raised
+    except Exception as raised:  # other ranks wait for the sum below
+        error = raised
     fine = error is None and difference <= allowed  # False if it is NaN
-    if float(ranks.all_reduce_sum(torch.tensor(float(not fine), dtype=torch.float64))) > 0:
+    counts = torch.tensor([not fine, compared], dtype=torch.float64)
+    failures, comparisons = ranks.all_reduce_sum(counts).tolist()
+    if failures:
         if error is not None:
             raise error
+        if fine:
+            raise ConfigError(
+                f"the check of shared prefixes of {type(inner).__name__} failed on another rank, "
+                f"whose error says why. check_prefixes=False skips this check."
+            )
         raise ConfigError(
             f"{type(inner).__name__} computes other outputs where samples share a prefix: on this "
-            f"rank they differ by {difference:.1%} from those of whole samples, and rounding "
-            f"explains {allowed:.1%}. Use evenstep.tensors.attention and batch.position_ids in "
+            f"rank they differ by {difference:.2g} of their norm from those of whole samples, and "
+            f"{allowed:.2g} is allowed. Use evenstep.tensors.attention and batch.position_ids in "
             f"its layers (use_attention(model) for Hugging Face models), or plan without prefixes. "
             f"check_prefixes=False skips this check."
         )
-    _CHECKED.add(inner)
+    if comparisons:
+        with suppress(TypeError):  # a model without weak references is checked every time
+            _CHECKED.setdefault(inner, []).append(ranks)
+
+
+def _is_checked(model: Any, ranks: Collective) -> bool:
+    try:
+        return ranks in _CHECKED.get(model, ())
+    except TypeError:  # no weak references
+        return False
 
 
 def pair_of(micro: MicroBatch) -> MicroBatch | None:
-    """The two neighbours of a tree with the fewest tokens; None if nothing is shared."""
+    """The two neighbours of a tree with the fewest tokens; None if no two samples share."""
     segments, leaves = micro.segments, np.flatnonzero(micro.own)
     if not shares_slots(segments):
         return None
     assert segments.parent is not None
     tree = np.cumsum(segments.parent < 0)[leaves]
     mates = np.flatnonzero(tree[1:] == tree[:-1])
+    if not len(mates):  # what is left of a tree whose other samples were skipped
+        return None
     tokens = micro.sample_ends[leaves]
     first = mates[np.argmin(tokens[mates] + tokens[mates + 1])]
     chosen = segments.sample[leaves[first : first + 2]]
@@ -90,38 +113,54 @@ def pair_of(micro: MicroBatch) -> MicroBatch | None:
 
 def difference_of(model: Any, forward: Forward, batch: Batch) -> tuple[float, float]:
     """How far outputs behind the shared prefix differ from those of whole samples, and how far
-    rounding lets them."""
+    they may: by rounding, but by no more than half of what forgetting the prefix would change."""
     dtypes: set[torch.dtype] = set()
 
     def note(module: Any, arguments: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.is_floating_point():
             dtypes.add(output.dtype)
 
+    variants = (batch, batch.unshared, replace(batch, tree=None))
     with undisturbed(model), ExitStack() as stack:
         for module in model.modules() if isinstance(model, torch.nn.Module) else ():
             stack.callback(module.register_forward_hook(note).remove)
-        shared, whole = (_outputs(forward(model, each), each) for each in (batch, batch.unshared))
+        shared, whole, alone = (_outputs(forward(model, each), each) for each in variants)
     if batch.tree is None:
         return 0.0, 1.0
+    names = shared.keys() & whole.keys() & alone.keys()
+    if not names:
+        raise ConfigError(
+            f"{type(model).__name__} returns no tensor (rows, width, ...) to compare where samples "
+            f"share a prefix. Let `forward` return such a tensor, or an object that has it as "
+            f"'logits'. check_prefixes=False skips this check."
+        )
     behind = batch.tree.of_samples(batch.starts[batch.segment_ids] > 0)
-    worst = 0.0
-    for name in shared.keys() & whole.keys():
-        ours = batch.tree.of_samples(shared[name])[behind].double()
-        theirs = whole[name][behind].double()
-        difference = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
-        worst = worst if difference <= worst else difference  # NaN, too
+    worst = forgotten = 0.0
+    for name in names:
+        expected = whole[name][behind].double()
+        norm = expected.norm().clamp(min=1e-30)
+        ours, without_prefix = (
+            float((batch.tree.of_samples(each[name])[behind].double() - expected).norm() / norm)
+            for each in (shared, alone)
+        )
+        worst = worst if ours <= worst else ours  # NaN, too
+        forgotten = max(forgotten, without_prefix)
         dtypes.add(shared[name].dtype)
     exact = torch.get_float32_matmul_precision() == "highest"
     rounding = {torch.float64: 1e-9, torch.float32: 1e-4 if exact else TF32}
-    return worst, max((rounding.get(each, HALF) for each in dtypes), default=HALF)
+    allowed = max(rounding.get(each, HALF) for each in dtypes)
+    return worst, min(allowed, max(1e-5, forgotten / 2))
 
 
-def _outputs(outputs: Any, batch: Batch) -> dict[str, Tensor]:
-    """The outputs that have one entry per slot, by name."""
-    named = outputs if isinstance(outputs, Mapping) else {"": outputs}
+def _outputs(outputs: Any, batch: Batch) -> dict[Any, Tensor]:
+    """The outputs that have one entry per slot, by name or position."""
+    if isinstance(outputs, tuple | list):
+        outputs = dict(enumerate(outputs))
+    elif not isinstance(outputs, Mapping):
+        outputs = {"logits": select_output(outputs, "logits", batch.rows, batch.width)}
     return {
         name: value
-        for name, value in named.items()
+        for name, value in outputs.items()
         if isinstance(value, Tensor)
         and value.is_floating_point()
         and value.shape[:2] == batch.tokens.shape
