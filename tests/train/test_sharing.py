@@ -29,7 +29,8 @@ ONE_RANK = Recipe(layout=Packed(max_tokens=400))
 
 def decoder(dtype: torch.dtype = torch.float64, hidden: int = 8) -> Decoder:
     torch.manual_seed(0)
-    return Decoder(replace(SHAPE, hidden=hidden)).to(dtype)
+    model: Decoder = Decoder(replace(SHAPE, hidden=hidden)).to(dtype)
+    return model
 
 
 def stream(recipe: Recipe, rank: int = 0) -> PlannedStream:

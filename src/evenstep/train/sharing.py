@@ -40,8 +40,8 @@ def check_sharing(
     """Raise, on all ranks alike, if outputs differ where two samples share a prefix.
 
     Once per model and collective, if any rank shares prefixes in this plan. Each rank runs two
-    samples of its micro-batches, shared and whole, without gradients. `items` are its
-    micro-batches and samples.
+    samples of its micro-batches without gradients: shared, whole, and without their prefix.
+    `items` are its micro-batches and samples.
     """
     inner = unwrapped(model)
     if plan is None or not shares_slots(plan.segments) or _is_checked(inner, ranks):
