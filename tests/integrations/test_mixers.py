@@ -23,7 +23,6 @@ from evenstep.integrations.huggingface import (
     register_mixer,
     supports_packing,
 )
-from evenstep.tensors import Batch
 from evenstep.testing import assert_no_leaks
 from evenstep.train import compute_log_probs
 from tests.integrations.hybrids import (
@@ -36,6 +35,7 @@ from tests.integrations.hybrids import (
     together,
 )
 from tests.internals import _shared_row, mixers, row_groups
+from tests.slow.kinds import kind_of
 from tests.slow.measure import error_of
 from tests.slow.tiny_configs import tiny_config
 from tests.tensors.batches import RECIPES, batches_of
@@ -272,16 +272,15 @@ def test_a_mixer_behind_weights_of_zero_is_found() -> None:
 
 
 def test_a_model_with_its_first_weights_is_exact() -> None:
-    from transformers import Qwen3NextForCausalLM as Kind
-
+    kind = kind_of("qwen4_exp_text").model_class
     torch.manual_seed(0)
-    config = tiny_config(Kind.config_class)
-    model = Kind._from_config(
-        config, attn_implementation="sdpa", experts_implementation="eager"
-    ).double()
+    model = kind._from_config(
+        tiny_config(kind.config_class), attn_implementation="sdpa", experts_implementation="eager"
+    )
+    model.eval().double()
     samples = samples_of(LENGTHS)
 
-    assert errors(model.eval(), samples, packed(samples)) <= LIMIT
+    assert errors(model, samples, packed(samples)) <= LIMIT
 
 
 def test_zeros_are_restored_when_a_small_forward_is_interrupted(
@@ -315,8 +314,8 @@ def _fail_to_use_our_attention(model: Any) -> None:
 
 
 def _switch_attention_twice(model: Any) -> None:
-    model.set_attn_implementation("eager")
-    assert supports_packing(model).safe
+    model.set_attn_implementation("evenstep")
+    assert not supports_packing(model).safe
     model.set_attn_implementation("sdpa")
 
 
@@ -438,20 +437,26 @@ def test_sharded_parts_of_a_module_that_selects_are_refused() -> None:
         model(**hf_kwargs(batch, model))
 
 
-def test_boundaries_reach_a_mixer_whose_call_has_no_segments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = hybrid("nemotron_h")
+def test_boundaries_reach_a_mixer_whose_call_has_no_segments() -> None:
+    model = hybrid("bamba")
+    tokens = samples_of((7,))[0]["input_ids"][None]
     assert supports_packing(model).safe
-    seen = []
+    seen: list[Any] = []
     for mixer in mixers.mixers_of(model).values():
-        forward = mixer._evenstep_forward
-        monkeypatch.setattr(mixer, "_evenstep_forward", lambda *a, **k: seen.append(k) or a[0])
-        mixer(torch.zeros(1, 4, model.config.hidden_size), seq_idx=1)
-        monkeypatch.setattr(mixer, "_evenstep_forward", forward)
+        mixer._evenstep_forward = _recorded(mixer._evenstep_forward, seen)
+
+    model(input_ids=tokens, seq_idx=torch.zeros_like(tokens).int(), use_cache=False)
 
     assert seen
-    assert all(kwargs == {"seq_idx": 1} for kwargs in seen)
+    assert all(index is not None for index in seen)
+
+
+def _recorded(forward: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
+    def record(*args: Any, seq_idx: Any = None, **kwargs: Any) -> Any:
+        seen.append(seq_idx)
+        return forward(*args, **kwargs)
+
+    return record
 
 
 def test_a_base_model_called_by_itself_runs_on_rows() -> None:
@@ -470,20 +475,21 @@ def test_a_base_model_called_by_itself_runs_on_rows() -> None:
 
 def test_a_forward_in_a_backward_has_its_own_boundaries() -> None:
     model = hybrid("nemotron_h")
-    batches = [packed(samples_of(sizes)) for sizes in ((5, 23, 12), (20, 3, 17))]
+    first, second = samples_of((5, 23, 12)), samples_of((20, 3, 17))
     assert supports_packing(model).safe
-    states = model.get_input_embeddings()(batches[0].tokens).detach()
+    states = model.get_input_embeddings()(packed(first).tokens).detach()
 
-    def logits_of(batch: Batch) -> Tensor:
-        kwargs = hf_kwargs(batch, model)
+    def logits_of(samples: list[dict[str, Tensor]], states: Tensor) -> Tensor:
+        kwargs = hf_kwargs(packed(samples), model)
         del kwargs["input_ids"]
-        return model(inputs_embeds=states, **kwargs).logits.detach()
+        logits: Tensor = model(inputs_embeds=states, **kwargs).logits.detach()
+        return logits
 
-    expected = logits_of(batches[1])
-    logits_of(batches[0])  # with the same tensor
+    expected = logits_of(second, states.clone())
+    logits_of(first, states)
     seen = []
     root = torch.ones((), requires_grad=True)
-    root.register_hook(lambda _: seen.append(logits_of(batches[1])))
+    root.register_hook(lambda _: seen.append(logits_of(second, states)))
     root.square().backward()
 
     assert torch.equal(seen[0], expected)
