@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from evenstep.errors import ConfigError
+from evenstep.integrations.hf_attention import use_attention
 from evenstep.integrations.huggingface import (
     hf_forward,
     hf_kwargs,
@@ -32,7 +35,9 @@ from tests.integrations.hybrids import (
     together,
 )
 from tests.internals import _shared_row, mixers, row_groups
+from tests.slow.kinds import kind_of
 from tests.slow.measure import error_of
+from tests.slow.tiny_configs import tiny_config
 from tests.tensors.batches import RECIPES, batches_of
 
 torch.set_num_threads(1)
@@ -244,6 +249,250 @@ def test_a_padded_batch_and_generation_run_as_before() -> None:
     assert supports_packing(model).safe
 
     assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
+# What hides a mixer, or undoes its wrapping -------------------------------------------------------
+
+
+def test_a_mixer_behind_weights_of_zero_is_found() -> None:
+    model = hybrid("lfm2")
+    samples = samples_of(LENGTHS)
+    weights = [layer.conv.out_proj.weight for layer in model.model.layers if hasattr(layer, "conv")]
+    with torch.no_grad():
+        for weight in weights:
+            weight.zero_()
+    versions = [parameter._version for parameter in model.parameters()]
+
+    assert supports_packing(model).safe
+
+    assert len(mixers.mixers_of(model)) == len(weights) > 0
+    assert all(not weight.any() for weight in weights)
+    assert [parameter._version for parameter in model.parameters()] == versions
+    assert errors(model, samples, packed(samples)) <= LIMIT
+
+
+def test_a_model_with_its_first_weights_is_exact() -> None:
+    kind = kind_of("qwen4_exp_text").model_class
+    torch.manual_seed(0)
+    model = kind._from_config(
+        tiny_config(kind.config_class), attn_implementation="sdpa", experts_implementation="eager"
+    )
+    model.eval().double()
+    samples = samples_of(LENGTHS)
+
+    assert errors(model, samples, packed(samples)) <= LIMIT
+
+
+def test_zeros_are_restored_when_a_small_forward_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = hybrid("lfm2")
+    with torch.no_grad():
+        model.model.embedding_norm.weight.zero_()
+        model.model.embedding_norm.weight[0] = -0.0
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model, "forward", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            supports_packing(model)
+
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.view(torch.int64), before[name].view(torch.int64))
+
+
+def _interrupted(*args: Any, **kwargs: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def _failed(*args: Any, **kwargs: Any) -> Any:
+    raise MemoryError("none left")
+
+
+def _fail_to_use_our_attention(model: Any) -> None:
+    with pytest.raises(ConfigError, match="does not run with"):
+        use_attention(model)
+
+
+def _switch_attention_twice(model: Any) -> None:
+    model.set_attn_implementation("evenstep")
+    assert not supports_packing(model).safe
+    model.set_attn_implementation("sdpa")
+
+
+def _interrupt_a_decision(model: Any) -> None:
+    model.base_model.forward = _interrupted
+    with pytest.raises(KeyboardInterrupt):
+        supports_packing(model)
+    del model.base_model.forward
+    assert not mixers.mixers_of(model)
+
+
+def _replace_a_layer(model: Any) -> None:
+    model.model.layers[0] = copy.deepcopy(hybrid(model.config.model_type).model.layers[0])
+
+
+def _release(model: Any) -> None:
+    mixers.release(model)
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        _fail_to_use_our_attention,
+        _switch_attention_twice,
+        _interrupt_a_decision,
+        _replace_a_layer,
+        _release,
+    ],
+)
+def test_an_answer_holds_only_as_long_as_its_mixers(disturb: Callable[[Any], None]) -> None:
+    model = hybrid("deepseek_v32")
+    samples = samples_of((5, 23, 12))
+    batch = packed(samples)
+    assert errors(model, samples, batch) <= LIMIT
+
+    disturb(model)
+
+    assert errors(model, samples, batch) <= LIMIT
+
+
+def test_a_model_whose_second_decision_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hybrid("nemotron_h")
+    batch = packed(samples_of(LENGTHS))
+    hf_forward(model)(model, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.base_model, "forward", _failed)
+        assert not supports_packing(model).safe
+
+    with pytest.raises(ConfigError, match="does not support packed batches"):
+        hf_forward(model)(model, batch)
+
+
+def test_a_class_registered_after_the_first_batch_runs_on_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mixers, "_REGISTERED", {})
+    model = hybrid("llama")
+    batch = packed(samples_of(LENGTHS))
+    hf_forward(model)(model, batch)
+    register_mixer("LlamaAttention")
+
+    hf_forward(model)(model, batch)
+
+    assert mixers.mixers_of(model)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_class_has_its_registered_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixers, "_REGISTERED", {})
+    register_mixer("LlamaDecoderLayer", equal_lengths=True)
+    model = hybrid("llama")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+    safe, why, _ = supports_packing(model)
+
+    assert safe
+    assert why.startswith("LlamaDecoderLayer run on rows")
+    assert all(each._evenstep_mixer.equal for each in mixers.mixers_of(model).values())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_noise_does_not_stay_in_gathered_parameters() -> None:
+    model = hybrid("lfm2")
+    with torch.no_grad():
+        model.model.embedding_norm.weight.zero_()
+        for layer in model.model.layers:
+            if hasattr(layer, "conv"):
+                layer.conv.out_proj.weight.zero_()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    tokens = samples_of((7,))[0]["input_ids"][None]
+    assert not model(input_ids=tokens).logits.any()  # leaves the root gathered
+
+    assert supports_packing(model).safe
+
+    assert mixers.mixers_of(model)
+    assert not model(input_ids=tokens).logits.any()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sharded_parts_of_a_module_that_selects_are_refused() -> None:
+    model = hybrid("glm_moe_dsa")
+    batch = packed(samples_of((5, 23, 12)))
+    assert supports_packing(model).safe
+    for mixer in mixers.mixers_of(model).values():
+        fully_shard(next(iter(mixer.children())))
+
+    with pytest.raises(ConfigError, match="Call fully_shard on whole layers"):
+        model(**hf_kwargs(batch, model))
+
+
+def test_boundaries_reach_a_mixer_whose_call_has_no_segments() -> None:
+    model = hybrid("bamba")
+    tokens = samples_of((7,))[0]["input_ids"][None]
+    assert supports_packing(model).safe
+    seen: list[Any] = []
+    for mixer in mixers.mixers_of(model).values():
+        mixer._evenstep_forward = _recorded(mixer._evenstep_forward, seen)
+
+    model(input_ids=tokens, seq_idx=torch.zeros_like(tokens).int(), use_cache=False)
+
+    assert seen
+    assert all(index is not None for index in seen)
+
+
+def _recorded(forward: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
+    def record(*args: Any, seq_idx: Any = None, **kwargs: Any) -> Any:
+        seen.append(seq_idx)
+        return forward(*args, **kwargs)
+
+    return record
+
+
+def test_a_base_model_called_by_itself_runs_on_rows() -> None:
+    model = hybrid("nemotron_h")
+    samples = samples_of((5, 23, 12))
+    assert supports_packing(model).safe
+    one_by_one = [
+        model.base_model(input_ids=sample["input_ids"][None], use_cache=False).last_hidden_state
+        for sample in samples
+    ]
+
+    states = model.base_model(**hf_kwargs(packed(samples), model)).last_hidden_state
+
+    assert torch.allclose(states, torch.cat(one_by_one, 1), rtol=0, atol=1e-5)
+
+
+def test_a_forward_in_a_backward_has_its_own_boundaries() -> None:
+    model = hybrid("nemotron_h")
+    first, second = samples_of((5, 23, 12)), samples_of((20, 3, 17))
+    assert supports_packing(model).safe
+    states = model.get_input_embeddings()(packed(first).tokens).detach()
+
+    def logits_of(samples: list[dict[str, Tensor]], states: Tensor) -> Tensor:
+        kwargs = hf_kwargs(packed(samples), model)
+        del kwargs["input_ids"]
+        logits: Tensor = model(inputs_embeds=states, **kwargs).logits.detach()
+        return logits
+
+    expected = logits_of(second, states.clone())
+    logits_of(first, states)
+    seen = []
+    root = torch.ones((), requires_grad=True)
+    root.register_hook(lambda _: seen.append(logits_of(second, states)))
+    root.square().backward()
+
+    assert torch.equal(seen[0], expected)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60), st.booleans())

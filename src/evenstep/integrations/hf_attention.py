@@ -160,6 +160,7 @@ def use_attention(model: Any, **inputs: Any) -> Any:
     modules = [module for root in roots for module in root.modules()]
     configs = [c for m in modules for c in configs_in(getattr(m, "config", None))]
     before = {id(config): (config, config._attn_implementation) for config in configs}
+    on_rows = any(mixers_of(root) for root in roots)
     why: str | None = "interrupted"
     try:
         for root in roots:
@@ -170,6 +171,8 @@ def use_attention(model: Any, **inputs: Any) -> Any:
             # The setter would change nested configurations as well.
             config._attn_implementation_internal = implementation
     if why is not None:
+        if on_rows:
+            support_of(model)  # wraps the mixers again, for the implementation from before
         raise ConfigError(
             f"{type(roots[0]).__name__} does not run with attn_implementation={NAME!r}: {why}. "
             f"Keep its implementation, with the padded layout."

@@ -16,6 +16,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
@@ -38,13 +39,22 @@ from evenstep.integrations.hf_arguments import (
     text_config,
     traits_of,
 )
-from evenstep.integrations.mixers import mixers_of, register_mixer, registered_in, release
-from evenstep.integrations.probes import MixerSearch, Probe, carrying_lengths
+from evenstep.integrations.mixers import (
+    Mixer,
+    class_of,
+    equal_lengths,
+    has_mixers,
+    mixers_of,
+    register_mixer,
+    registered_in,
+    release,
+)
+from evenstep.integrations.probes import MixerSearch, Probe, carrying_lengths, probing
 from evenstep.tensors.batch import PER_SLOT, Batch
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import select_output
 from evenstep.tensors.segment_attention import one_segment_per_row
-from evenstep.train.framework import register_forward, undisturbed, unwrapped
+from evenstep.train.framework import register_forward, unwrapped
 
 __all__ = [
     "HfCollate",
@@ -391,24 +401,58 @@ def choose_layout(model: Any, layout: Layout, *, longest: int | None = None) -> 
     return layout
 
 
-_SUPPORT: WeakKeyDictionary[Any, dict[str, Support]] = WeakKeyDictionary()
+class _Decision(NamedTuple):
+    """An answer, and what it belongs to."""
+
+    support: Support
+    registered: dict[str, bool]  # classes of the model, and whether they need equal lengths
+    mixers: dict[str, Mixer]  # by module; every decision makes its own
+
+    def holds(self, model: Any) -> bool:
+        """Whether the model still has the classes and the mixers of this answer."""
+        return (self.registered, self.mixers) == _registered_and_mixers(model)
+
+
+_DECISIONS: WeakKeyDictionary[Any, dict[str, _Decision]] = WeakKeyDictionary()
+"""By model and attention implementation."""
 
 
 def support_of(model: Any) -> Support:
     """`supports_packing` of segments whose lengths the model's RoPE allows in one micro-batch,
-    decided once per model and attention implementation."""
+    decided again if the attention implementation, registered classes or mixers are others."""
     model = unwrapped(model)
-    by_name = _SUPPORT.setdefault(model, {})
-    name = _implementation_of(model)
-    if name not in by_name:
-        by_name[name] = _decide(model)
-    return by_name[name]
+    decision = _DECISIONS.get(model, {}).get(_implementation_of(model))
+    return decision.support if decision is not None and decision.holds(model) else _decide(model)
+
+
+def _registered_and_mixers(model: Any) -> tuple[dict[str, bool], dict[str, Mixer]]:
+    core = core_of(model)
+    mixers = mixers_of(core) if has_mixers(core) else {}
+    return (
+        {name: equal_lengths(name) for name in registered_in(model)},
+        {name: module._evenstep_mixer for name, module in mixers.items()},
+    )
 
 
 def _decide(model: Any) -> Support:
+    """Judge the model and wrap its mixers, all of them or none."""
     model = unwrapped(model)
     if text_config(model) is None:
         return Support(False, f"{type(model).__name__} has no config; test it with find_leaks")
+    core = core_of(model)
+    release(core)
+    try:
+        # An interrupted forward leaves its segments behind, in a context of its own.
+        support = copy_context().run(_judge, model)
+    except BaseException:
+        release(core)
+        raise
+    by_name = _DECISIONS.setdefault(model, {})
+    by_name[_implementation_of(model)] = _Decision(support, *_registered_and_mixers(model))
+    return support
+
+
+def _judge(model: Any) -> Support:
     adapters = getattr(model, "peft_config", None) or {}
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
         return Support(False, "its peft adapter puts virtual tokens before the row, not a sample")
@@ -477,10 +521,9 @@ def _on_rows(model: Any, why: str) -> Support:
     """Run the layers that carry state on rows of one segment each, if that makes them exact;
     `why` says what is against it."""
     core = core_of(model)
-    with undisturbed(model):
+    with probing(model):
         try:
-            search = MixerSearch(model)
-            reason = search.run()
+            reason = MixerSearch(model).run()
         except ConfigError as error:
             reason = str(error).partition(". ")[0]
         except Exception as error:
@@ -490,7 +533,7 @@ def _on_rows(model: Any, why: str) -> Support:
     if reason is not None:
         release(core)
         return Support(False, reason)
-    kinds = sorted({type(module).__name__ for module in mixers_of(core).values()})
+    kinds = sorted({class_of(module).__name__ for module in mixers_of(core).values()})
     if not kinds:
         return Support(False, why)
     name = _implementation_of(model)
@@ -531,9 +574,7 @@ def _mask_calls(model: Any, *makers: str) -> dict[str, bool]:
     position_ids: `create_causal_mask(..., position_ids=...)`, or `(**kwargs)` of a dict that has
     them, also as `make(...)` after `make = create_causal_mask if ... else ...`."""
     passes_positions: dict[str, bool] = {}
-    for kind in dict.fromkeys(type(module) for module in model.modules()):
-        # The class with source code, not one that fully_shard makes.
-        kind = next(base for base in kind.__mro__ if "torch.distributed" not in base.__module__)
+    for kind in dict.fromkeys(class_of(module) for module in model.modules()):
         home = sys.modules.get(kind.__module__)
         if hasattr(kind, "config_class") and any(hasattr(home, maker) for maker in makers):
             source = inspect.getsource(kind)

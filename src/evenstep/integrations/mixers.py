@@ -49,9 +49,15 @@ def register_mixer(name: str | type, *, equal_lengths: bool = False) -> None:
     _REGISTERED[name if isinstance(name, str) else name.__name__] = equal_lengths
 
 
+def class_of(module: nn.Module) -> type:
+    """The class of a module as it was written, not the one that fully_shard makes of it."""
+    bases = type(module).__mro__
+    return next(base for base in bases if "torch.distributed" not in base.__module__)
+
+
 def registered_in(model: nn.Module) -> list[str]:
     """The registered classes that a model has modules of."""
-    kinds = {type(module).__name__ for module in model.modules()} if _REGISTERED else set()
+    kinds = {class_of(module).__name__ for module in model.modules()} if _REGISTERED else set()
     return [name for name in _REGISTERED if name in kinds]
 
 
@@ -153,6 +159,10 @@ def row_groups(
 class _Frame(NamedTuple):
     segments: SegmentRows | None  # None inside mixers, and for a call without boundaries
     outer: _Frame | None
+    backward: int  # the one that it belongs to, `_NOT` for a forward, `_UNKNOWN` for no call
+
+
+_NOT, _UNKNOWN = -1, -2
 
 
 _FRAME: ContextVar[_Frame | None] = ContextVar("segments", default=None)
@@ -161,8 +171,28 @@ _CALLS: dict[int, tuple[StorageWeakRef, SegmentRows | None, bool]] = {}
 A weak reference keeps the address from being used again."""
 
 
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+def _backward() -> int:
+    """The number of the backward that runs, or `_NOT`."""
+    return int(torch._C._current_graph_task_id())
+
+
+def _frame_of(*values: Any) -> _Frame | None:
+    """The frame of a module with these arguments. In a backward it is that of a forward which runs
+    in there, else that of its own forward, which is recomputed."""
+    frame, backward = _FRAME.get(), _backward()
+    if frame is not None and frame.backward == backward:
+        _remember(frame.segments, *values)
+        return frame
+    return None if backward == _NOT else _recall(*values)
+
+
+def _push(segments: SegmentRows | None, backward: int) -> None:
+    _FRAME.set(_Frame(segments, _FRAME.get(), backward))
+
+
+def _pop() -> None:
+    frame = _FRAME.get()
+    _FRAME.set(None if frame is None else frame.outer)
 
 
 def _storages(*values: Any) -> Iterator[Any]:
@@ -183,14 +213,15 @@ def _recall(*values: Any) -> _Frame | None:
     for storage in _storages(*values):
         known = _CALLS.get(storage._cdata)
         if known is not None and not known[2]:
-            return _Frame(known[1], None)
+            return _Frame(known[1], None, _backward())
     return None
 
 
 def _forget() -> None:
     """Drop what belongs to tensors that are gone."""
-    for key in [key for key, (weak, _, _) in _CALLS.items() if weak.expired()]:
-        del _CALLS[key]
+    for key, (weak, _, _) in list(_CALLS.items()):  # other threads add and drop as well
+        if weak.expired():
+            _CALLS.pop(key, None)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -206,34 +237,41 @@ def _enter_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[A
     if segments is not None and isinstance(tokens, Tensor):
         read = SegmentRows.read(segments, *tokens.shape[:2])
     _forget()
-    _FRAME.set(_Frame(read, _FRAME.get()))
+    _push(read, _backward())
     return args, kwargs
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _leave_model(model: nn.Module, args: Any, output: Any) -> None:
-    frame = _FRAME.get()
-    _FRAME.set(None if frame is None else frame.outer)
+    _pop()
 
 
-def _enter_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """The pre-hook of modules around mixers: a recomputation may begin here."""
+def _enter_layer(
+    module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """The pre-hook of modules around mixers: a recomputation may begin here, or the call of a base
+    model by itself."""
     if torch.compiler.is_compiling():
-        return
-    frame = _FRAME.get()
-    if _in_backward():
-        frame = _recall(args, kwargs) or frame
-    elif frame is not None:
-        _remember(frame.segments, args, kwargs)
-    segments = None if frame is None else frame.segments
-    _FRAME.set(None if frame is None else _Frame(segments, _FRAME.get()))
+        if KEYWORD in kwargs:
+            raise ConfigError(
+                f"{class_of(module).__name__} is compiled and called by itself with {KEYWORD}. "
+                f"Compile and call the whole model."
+            )
+        return None
+    if KEYWORD in kwargs:
+        entered: tuple[Any, dict[str, Any]] = _enter_model(module, args, kwargs)
+        return entered
+    frame = _frame_of(args, kwargs)
+    if frame is None:
+        _push(None, _UNKNOWN)
+    else:
+        _push(frame.segments, frame.backward)
+    return None
 
 
 def _leave_layer(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    frame = _FRAME.get()
-    _FRAME.set(None if frame is None else frame.outer)
+    if not torch.compiler.is_compiling():
+        _pop()
 
 
 # Mixers -------------------------------------------------------------------------------------------
@@ -285,22 +323,26 @@ def leaves_of(value: Any) -> tuple[list[tuple[str, Any]], Any]:
 def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a mixer. It is not compiled: the shapes of rows differ from batch to batch,
     and recurrences would be unrolled."""
-    forward, frame = module._evenstep_forward, _FRAME.get()
-    if _in_backward():
-        frame = _recall(args, kwargs) or frame
-        if frame is None:
-            raise ConfigError(
-                f"{type(module).__name__} is recomputed in the backward, and its boundaries are "
-                f"not found: its layer gets none of the tensors of its forward. Checkpoint whole "
-                f"layers, without moving their inputs to another device."
-            )
-    elif frame is not None:
-        _remember(frame.segments, args, kwargs)
-    if frame is None:
+    forward, frame = module._evenstep_forward, _frame_of(args, kwargs)
+    if frame is None and _backward() != _NOT:
+        raise ConfigError(
+            f"{class_of(module).__name__} is recomputed in the backward, and its boundaries are "
+            f"not found: its layer gets none of the tensors of its forward. Checkpoint whole "
+            f"layers, without moving their inputs to another device."
+        )
+    if frame is None or frame.segments is None:
         return forward(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
     segments, mixer = frame.segments, module._evenstep_mixer
-    if segments is None or not segments.begins or (segments.whole and not mixer.equal):
+    # Groups differ between ranks, so that modules which communicate must run once.
+    single = any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)
+    if single and mixer.equal:
+        raise ConfigError(
+            f"{class_of(module).__name__} selects tokens, so it runs once for each length of "
+            f"segments, but parts of it are sharded, and all ranks must run these equally often. "
+            f"Call fully_shard on whole layers, not on parts of {class_of(module).__name__}."
+        )
+    if not segments.begins or (segments.whole and not mixer.equal):
         return forward(*args, **kwargs)
     leaves, spec = leaves_of((args, kwargs))
     axes = [
@@ -310,11 +352,9 @@ def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
     device = next((leaf.device for _, leaf in leaves if isinstance(leaf, Tensor)), None)
     if device is None or not any(axes):
         return forward(*args, **kwargs)
-    # Groups differ between ranks, so that modules which communicate must run once.
-    single = any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)
     groups = segments.groups(device, mixer.equal, single)
-    results, before = [], _FRAME.get()
-    _FRAME.set(_Frame(None, before))  # what is inside gets rows
+    results = []
+    _push(None, frame.backward)  # what is inside gets rows
     try:
         for number, rows in enumerate(groups):
             gathered = [
@@ -326,7 +366,7 @@ def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
             row_args, row_kwargs = pytree.tree_unflatten(gathered, spec)
             results.append(forward(*row_args, **row_kwargs))
     finally:
-        _FRAME.set(before)
+        _pop()
     return _put_back(module, mixer, results, groups, segments)
 
 

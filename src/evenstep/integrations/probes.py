@@ -7,8 +7,8 @@ MixerSearch  which layers carry state from one segment to the next
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from evenstep.integrations.hf_arguments import core_of, hf_kwargs, text_config, 
 from evenstep.integrations.mixers import (
     Axes,
     Mixer,
+    class_of,
     equal_lengths,
     is_of_tokens,
     leaves_of,
@@ -33,7 +34,37 @@ from evenstep.integrations.mixers import (
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
-from evenstep.train.framework import undisturbed
+from evenstep.train.framework import reshard, undisturbed
+from evenstep.train.gradients import local_tensor
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@contextmanager
+def probing(model: Any) -> Iterator[None]:
+    """As `undisturbed`, with noise in parameters that are zero: they would hide what passes through
+    them. Zeros and version counters are as before after. With fully_shard, enter it on all ranks.
+    """
+    zeros: list[tuple[Tensor, Tensor]] = []
+    with undisturbed(model):
+        reshard(model)
+        try:
+            for number, parameter in enumerate(model.parameters()):
+                values = local_tensor(parameter)
+                if values.dtype not in _FLOATS or values.is_inference() or bool(values.any()):
+                    continue
+                values = values.data  # has a version counter of its own
+                zeros.append((values, values.clone()))
+                # Of each parameter by itself: ranks may hold other parts of those before it.
+                random = torch.Generator().manual_seed(number)
+                scale = values.shape[-1] ** -0.5 if values.ndim > 1 else 0.1
+                values.copy_(scale * torch.randn(values.shape, generator=random))
+            torch.clear_autocast_cache()  # casts of zeros
+            yield
+        finally:
+            for values, before in zeros:
+                values.copy_(before)
+            reshard(model)
 
 
 def packed_row(samples: Sequence[Tensor], tail: int = 0) -> Batch:
@@ -73,7 +104,7 @@ class Probe:
     def reason_of(cls, model: Any, lengths: Sequence[int] = _LENGTHS) -> str | None:
         """Why packed outputs depend on neighbours or differ from each sample alone, else None.
         With fully_shard, call it on all ranks."""
-        with undisturbed(model):
+        with probing(model):
             try:
                 return cls(model, lengths)._reason()
             except Exception as error:
@@ -213,7 +244,7 @@ class _Call(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return type(self.module).__name__
+        return class_of(self.module).__name__
 
 
 class MixerSearch:

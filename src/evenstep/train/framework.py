@@ -324,6 +324,15 @@ class FullyShard(Framework):
                     parameter.grad_offload_event = None
 
 
+def reshard(model: Any) -> None:
+    """Drop gathered parameters of fully_shard, which are copies of the shards. Also those of a
+    root whose forward raised, which `FSDPModule.reshard` keeps."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups_of(module._get_fsdp_state()):
+                group._to_sharded()
+
+
 def _groups_of(state: Any) -> list[Any]:
     """The parameter groups of one call of fully_shard."""
     groups = getattr(state, "_fsdp_param_groups", None)
