@@ -433,8 +433,11 @@ def test_sharded_parts_of_a_module_that_selects_are_refused() -> None:
     for mixer in mixers.mixers_of(model).values():
         fully_shard(next(iter(mixer.children())))
 
-    with pytest.raises(ConfigError, match="Call fully_shard on whole layers"):
+    with pytest.raises(ConfigError, match="fully_shard must be called on whole layers"):
         model(**hf_kwargs(batch, model))
+    safe, why, _ = supports_packing(model)
+    assert not safe
+    assert why.startswith("fully_shard must be called on whole layers")
 
 
 def test_boundaries_reach_a_mixer_whose_call_has_no_segments() -> None:

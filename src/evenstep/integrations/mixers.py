@@ -319,6 +319,18 @@ def leaves_of(value: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(pytree.keystr(path), leaf) for path, leaf in leaves], spec
 
 
+def _runs_once(module: nn.Module, mixer: Mixer) -> bool:
+    """Whether parts of a mixer communicate: groups differ between ranks, so they must run once."""
+    once = any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)
+    if once and mixer.equal:
+        raise ConfigError(
+            f"fully_shard must be called on whole layers, not on parts of "
+            f"{class_of(module).__name__}: it selects tokens, so it runs once for each length of "
+            f"segments, and all ranks must run sharded parts equally often."
+        )
+    return once
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a mixer. It is not compiled: the shapes of rows differ from batch to batch,
@@ -334,14 +346,7 @@ def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
     segments, mixer = frame.segments, module._evenstep_mixer
-    # Groups differ between ranks, so that modules which communicate must run once.
-    single = any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)
-    if single and mixer.equal:
-        raise ConfigError(
-            f"{class_of(module).__name__} selects tokens, so it runs once for each length of "
-            f"segments, but parts of it are sharded, and all ranks must run these equally often. "
-            f"Call fully_shard on whole layers, not on parts of {class_of(module).__name__}."
-        )
+    single = _runs_once(module, mixer)
     if not segments.begins or (segments.whole and not mixer.equal):
         return forward(*args, **kwargs)
     leaves, spec = leaves_of((args, kwargs))
@@ -478,6 +483,7 @@ def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
     around: dict[str, Any] = {}
     for name, mixer in mixers.items():
         module = model.get_submodule(name)
+        _runs_once(module, mixer)
         module._evenstep_mixer, module._evenstep_forward = mixer, module.forward
         module.forward = MethodType(_forward_on_rows, module)
         parts = name.split(".")
