@@ -166,5 +166,6 @@ def test_rows_of_a_budget_hold_more_than_their_raw_tokens() -> None:
     assert len(ours) <= len(theirs) + 1  # TRL drops the last, unfinished one
     used = [len(row.tokens) for rows in ours for row in rows]
     assert max(used) <= 16_384
-    assert sum(len(row.samples) for rows in ours for row in rows) == len(samples)
+    # The last ones are dropped if they are fewer than the rows.
+    assert len(samples) - sum(len(row.samples) for rows in ours for row in rows) < 8
     assert measured(ours[0])[0] < measured(theirs[0])[0]
