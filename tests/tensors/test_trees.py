@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from evenstep import MicroBatch
-from evenstep.errors import InputError
-from evenstep.tensors import Batch, Collator, Extra, attention, cross_entropy
+from evenstep.errors import ConfigError, InputError
+from evenstep.tensors import (
+    Batch,
+    Collator,
+    Extra,
+    attention,
+    block_mask,
+    cross_entropy,
+    sdpa_mask,
+    shard_sequence,
+)
+from tests.examples import examples
 from tests.forests import depth, divided, forest, micro_of
-from tests.internals import Boundaries, Call, attend, varlen
+from tests.internals import BACKENDS, Boundaries, Call, attend, refusal, varlen
 
 SEEDS = st.integers(0, 10**6)
 IDS = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5, 6, 7], [9, 9]]
@@ -115,11 +126,13 @@ def test_a_user_function_gets_the_outputs_of_each_sample() -> None:
 # Attention ----------------------------------------------------------------------------------------
 
 
-def tree_batch(seed: int) -> tuple[Batch, np.random.Generator]:
+def tree_batch(seed: int, longest: int = 7) -> tuple[Batch, np.random.Generator]:
     rng = np.random.default_rng(seed)
-    ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 8], *forest(rng, 6)]
-    micro = micro_of(ids, range(len(ids)))
-    micro = micro_of(ids, range(len(ids)), micro.width + int(rng.integers(0, 4)))
+    ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 7, 8], *forest(rng, 6, longest)]
+    alignment = int(rng.choice([1, 1, 4]))
+    micro = micro_of(ids, range(len(ids)), alignment=alignment)
+    width = micro.width + alignment * int(rng.integers(0, 4))
+    micro = micro_of(ids, range(len(ids)), width, alignment)
     return Collator()(micro, [{"input_ids": each} for each in ids]), rng
 
 
@@ -142,7 +155,7 @@ def of_samples(batch: Batch, tensors: list[Tensor]) -> list[Tensor]:
     st.sampled_from([None, 1, 2, 3]),
     st.booleans(),
     st.sampled_from([None, 5.0]),
-    st.sampled_from(["segments", "varlen"]),
+    st.sampled_from(["segments", "varlen", "mask"]),
 )
 def test_attention_of_a_tree_is_that_of_its_samples(
     seed: int, window: int | None, sinks: bool, softcap: float | None, backend: str
@@ -153,8 +166,9 @@ def test_attention_of_a_tree_is_that_of_its_samples(
     qkv = projections(batch)
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True) if sinks else None
     q, k, v = qkv
-    if backend == "segments":
-        out = attend(Call(q, k, v, Boundaries.of(batch), True, window, None, softcap, sink))
+    if backend != "varlen":
+        how: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sink}
+        out = attention(q, k, v, batch, backend=backend, **how)
     else:
         flat = [x[0].transpose(0, 1) for x in qkv]
         tree = batch.tree
@@ -187,15 +201,100 @@ def test_gradients_of_shared_keys_are_summed_in_float32() -> None:
     torch.testing.assert_close(*gradients, rtol=1e-2, atol=0)
 
 
-def test_masks_of_slots_and_other_backends_are_refused() -> None:
-    from evenstep.errors import ConfigError
-    from evenstep.tensors import sdpa_mask, shard_sequence
+@examples(60)
+@given(
+    SEEDS,
+    st.sampled_from([7, 90]),
+    st.sampled_from([None, 1, 3, 70, 200]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 5.0]),
+)
+def test_flex_attention_of_a_tree_is_that_of_its_segments(
+    seed: int, longest: int, window: int | None, causal: bool, sinks: bool, softcap: float | None
+) -> None:
+    torch.manual_seed(seed)
+    batch, _ = tree_batch(seed, longest)
+    q, k, v = (each.detach().float() for each in projections(batch))
+    sink = torch.randn(4) if sinks else None
+    how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "sinks": sink}
+    expected = attention(q, k, v, batch, backend="segments", **how)
+    torch.testing.assert_close(attention(q, k, v, batch, backend="flex", **how), expected)
 
+
+def path_mask(batch: Batch, causal: bool, window: int | None) -> Tensor:
+    """(width, width) bool, slot by slot: the keys of a tile are those of its path, in order."""
+    assert batch.tree is not None
+    seen = torch.zeros(batch.width, batch.width, dtype=torch.bool)
+    ends, key_ends = batch.cu_seqlens.tolist(), batch.tree.cu_seqlens_k.tolist()
+    for tile in range(len(ends) - 1):
+        keys = batch.tree.key_slots[key_ends[tile] : key_ends[tile + 1]].tolist()
+        for at, slot in enumerate(range(ends[tile + 1] - 1, ends[tile] - 1, -1)):
+            place = len(keys) - 1 - at
+            near = [abs(each - place) < (window or len(keys)) for each in range(len(keys))]
+            last = place if causal else len(keys)
+            seen[slot, [k for each, k in enumerate(keys) if each <= last and near[each]]] = True
+    return seen
+
+
+@examples(40)
+@given(SEEDS, st.sampled_from([7, 90]), st.sampled_from([None, 1, 3, 70, 200]), st.booleans())
+def test_masks_show_the_path_of_every_slot(
+    seed: int, longest: int, window: int | None, causal: bool
+) -> None:
+    batch, _ = tree_batch(seed, longest)
+    expected = path_mask(batch, causal, window)
+    assert torch.equal(sdpa_mask(batch, causal=causal, window=window)[0, 0], expected)
+    found = block_mask(batch, causal=causal, window=window)
+    count = -(-batch.width // 128)
+    padded = torch.zeros(count * 128, count * 128, dtype=torch.bool)
+    padded[: batch.width, : batch.width] = expected
+    blocks = padded.unflatten(1, (count, 128)).unflatten(0, (count, 128)).transpose(1, 2)
+    partial, whole = (
+        blocks_of(*lists, count)
+        for lists in (
+            (found.kv_num_blocks, found.kv_indices),
+            (found.full_kv_num_blocks, found.full_kv_indices),
+        )
+    )
+    assert not (partial & whole).any()
+    assert not (blocks.any((2, 3)) & ~(partial | whole)).any()
+    assert not (whole & ~blocks.all((2, 3))).any()
+    if window is None:  # no block is computed or masked in vain
+        assert torch.equal(partial | whole, blocks.any((2, 3)))
+        assert torch.equal(whole, blocks.all((2, 3)))
+
+
+def blocks_of(counts: Tensor, indices: Tensor, count: int) -> Tensor:
+    """(query blocks, key blocks) bool, from the lists of a block mask."""
+    listed = torch.zeros(count, count, dtype=torch.bool)
+    for query in range(count):
+        listed[query, indices[0, 0, query, : counts[0, 0, query]].long()] = True
+    return listed
+
+
+def test_a_tree_and_its_slots_alone_have_masks_of_their_own() -> None:
+    """All layers of a Hugging Face model use one block mask; a forward without prefixes another."""
+    batch, _ = tree_batch(3)
+    bounds = Boundaries.of(batch)
+    alone = Boundaries.of(replace(batch, tree=None))
+    q, k, v = (each.detach().float() for each in projections(batch))
+    for each in (bounds, alone, bounds):
+        expected = BACKENDS["segments"](Call(q, k, v, each))
+        torch.testing.assert_close(BACKENDS["flex"](Call(q, k, v, each)), expected)
+    assert len(bounds.kept["block_masks"]) == 1
+
+
+def test_keys_that_were_gathered_elsewhere_and_shards_are_refused() -> None:
     batch, _ = tree_batch(0)
+    bounds = replace(Boundaries.of(batch), index=None)
+    assert batch.tree is not None
     q, k, v = projections(batch)
-    with pytest.raises(ConfigError, match="share a prefix"):
-        sdpa_mask(batch)
+    call = Call(q, *(x[:, :, batch.tree.key_slots] for x in (k, v)), bounds)
+    for name in ("mask", "flex", "causal"):
+        assert "gradients" in (why := str(refusal(name, call))) or "sees another" in why
+    torch.testing.assert_close(attend(call), attention(q, k, v, batch))
     with pytest.raises(ConfigError, match="no segment that sees another"):
-        attention(q, k, v, batch, backend="mask")
+        attention(q, k, v, batch, backend="causal")
     with pytest.raises(InputError, match=r"Set topology\.cp"):
         shard_sequence(batch, 0, 1)

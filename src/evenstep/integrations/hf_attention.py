@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -100,6 +100,10 @@ def attention_function(
         # Encoders and vision towers have positions that say nothing about segments.
         positions=position_ids if rule.causal else None,
     )
+    if key_slots is not None:  # samples share prefixes
+        assert cu_seq_lens_k is not None
+        keys = (key_slots, cu_seq_lens_k, int(max_length_k or len(key_slots)))
+        hints = replace(hints, keys=keys)
     if sliding_window not in (None, rule.window):
         raise ConfigError(
             f"a layer passes sliding_window={sliding_window}, but its mask has "
@@ -107,9 +111,6 @@ def attention_function(
             f"attn_implementation='sdpa' for this model."
         )
     bounds = hints.boundaries()
-    if key_slots is not None:  # samples share prefixes
-        assert cu_seq_lens_k is not None
-        bounds = bounds.seeing(key_slots, cu_seq_lens_k, int(max_length_k or len(key_slots)))
     if not torch.compiler.is_compiling() and (calls := _CALLS.get()) is not None:
         calls.append((module, bounds))
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
@@ -443,6 +444,7 @@ class Hints:
     longest     at least the length of the longest segment, or None
     padding     (rows, width) True for tokens, False for padding
     positions   (rows, width) or (planes, rows, width); they restart with each segment
+    keys        slots, boundaries and longest of the keys that segments see, if not their own
     """
 
     rows: int
@@ -452,13 +454,16 @@ class Hints:
     longest: int | None = None
     padding: Tensor | None = None
     positions: Tensor | None = None
+    keys: tuple[Tensor, Tensor, int] | None = None
 
     def boundaries(self) -> Boundaries:
         """The boundaries, computed once per batch: all layers pass the same tensors."""
         self._check()
         if torch.compiler.is_compiling():
-            return _traced(self)
+            bounds = _traced(self)
+            return bounds if self.keys is None else bounds.seeing(*self.keys)
         tensors = [t for t in (self.padding, self.positions, self.cu_seqlens) if t is not None]
+        tensors += () if self.keys is None else self.keys[:2]
         if not tensors:
             return _whole_rows(self)
         first, *others = tensors
@@ -466,9 +471,10 @@ class Hints:
         key = (self.rows, self.width, [id(tensor) for tensor in others], versions)
         if first not in _READ or _READ[first][0] != key:
             # `others` stay alive with the result, so that no other tensors have their ids.
-            _READ[first] = key, others, _read(self)
-        bounds: Boundaries = _READ[first][2]
-        return bounds
+            bounds = _read(self)
+            bounds = bounds if self.keys is None else bounds.seeing(*self.keys)
+            _READ[first] = key, others, bounds
+        return cast(Boundaries, _READ[first][2])
 
     def _check(self) -> None:
         shape = (self.rows, self.width)

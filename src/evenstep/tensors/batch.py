@@ -454,7 +454,8 @@ class Boundaries:
 
     def seeing(self, slots: Tensor, cu_seqlens: Tensor, longest: int) -> Boundaries:
         """The same queries with the keys of these slots, divided into tiles by `cu_seqlens`."""
-        return replace(self, seen=Boundaries(1, len(slots), cu_seqlens, longest), index=slots)
+        keys = Boundaries(1, len(slots), cu_seqlens, longest)
+        return replace(self, seen=keys, index=slots, kept={"segment_ids": self.segment_ids})
 
     @property
     def keys(self) -> Boundaries:

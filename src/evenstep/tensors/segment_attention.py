@@ -39,8 +39,6 @@ LEAST = 64
 """Fewest queries of a block where a window limits the keys."""
 LARGEST = 256
 """Largest head dimension of the kernels of flash attention."""
-PART = 65_536
-"""Keys whose gradients are summed in float32 at once."""
 TINY = 2048
 """Entries of a dense mask that cost about as much as one more call, measured on a CPU core."""
 
@@ -57,27 +55,36 @@ def check_window(window: int | None) -> None:
 
 
 def visible(bounds: Boundaries, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
-    """The first and last slot of its row that each slot attends to, (rows, width) each.
+    """The first and last slot of its row that attend to each slot, (rows, width) each.
 
-    A window reaches window - 1 slots back and, without `causal`, as far ahead. Both never decrease
-    along a row, and a slot attends to itself; `block_mask` relies on this.
-    cu_seqlens [0, 3, 5] in one row -> first [0, 0, 0, 3, 3], last [0, 1, 2, 3, 4].
+    A window reaches window - 1 slots ahead and, without `causal`, as far back. A slot attends to
+    itself. Segments that see others lie behind them, so all slots that see a slot are one range; a
+    window of such segments is one of `positions`, not of slots.
+    cu_seqlens [0, 3, 5] in one row -> first [0, 1, 2, 3, 4], last [2, 2, 2, 4, 4]; if the second
+    segment sees the first, last [4, 4, 4, 4, 4].
     """
     check_window(window)
-    if bounds.seen is not None:
-        raise ConfigError(
-            "a mask of slots cannot show segments that share a prefix. Use "
-            "evenstep.tensors.attention(q, k, v, batch), or plan without prefixes."
-        )
     device = bounds.cu_seqlens.device
     row = torch.arange(bounds.rows, device=device)[:, None] * bounds.width
     slot = torch.arange(bounds.width, device=device).expand(bounds.rows, -1)
-    first = bounds.cu_seqlens[bounds.segment_ids] - row
-    last = slot if causal else bounds.cu_seqlens[bounds.segment_ids + 1] - row - 1
-    if window is not None:
+    tiles = last_tile = bounds.segment_ids
+    if bounds.seen is not None:
+        assert bounds.index is not None
+        seeing = bounds.seen.segment_ids.flatten()
+        last_tile = tiles.flatten().scatter_reduce(0, bounds.index, seeing, "amax").view_as(tiles)
+    first = slot if causal else bounds.cu_seqlens[tiles] - row
+    last = bounds.cu_seqlens[last_tile + 1] - row - 1
+    if window is not None and bounds.seen is None:
         first = torch.maximum(first, slot - (window - 1))
         last = torch.minimum(last, slot + (window - 1))
     return first, last
+
+
+def positions(bounds: Boundaries) -> Tensor:
+    """(rows, width): the place of each slot among the keys that its tile sees."""
+    tiles, ends = bounds.segment_ids, bounds.keys.cu_seqlens
+    slot = torch.arange(tiles.numel(), device=tiles.device).view_as(tiles)
+    return slot - bounds.cu_seqlens[tiles + 1] + (ends[1:] - ends[:-1])[tiles]
 
 
 def sdpa_mask(
@@ -93,9 +100,10 @@ def sdpa_mask(
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
     bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
-    first, last = visible(bounds, causal, window)
-    slot = torch.arange(bounds.width, device=first.device)
-    return ((first[..., None] <= slot) & (slot <= last[..., None])).unsqueeze(1)
+    seen = _mask_mod(bounds, *visible(bounds, causal, window), window)
+    row = torch.arange(bounds.rows, device=bounds.cu_seqlens.device)[:, None, None]
+    slot = torch.arange(bounds.width, device=row.device)
+    return seen(row, row, slot[:, None], slot).unsqueeze(1)
 
 
 def block_mask(
@@ -103,26 +111,40 @@ def block_mask(
 ) -> BlockMask:
     """The mask for `flex_attention`, built without a width × width tensor.
 
-    The keys of a query block are one contiguous range, from the first key of its first query to
-    the last key of its last query. A key block is computed if it overlaps the range, and needs no
-    mask if both the first and the last query of the block attend to all of it.
+    The queries of a key block are one contiguous range. A block of queries is computed if it
+    overlaps the range, and needs no mask if all of it attends to every key of the block. Where
+    segments see others, a window may leave blocks to compute of which nothing is seen.
 
         flex_attention(q, k, v, block_mask=block_mask(batch))
     """
     bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
-    first, last = visible(bounds, causal, window)
-    begin = torch.arange(divided_up(bounds.width, BLOCK), device=first.device) * BLOCK
+    slots = visible(bounds, causal, window)
+    first, last = map(_extremes, slots)
+    begin = torch.arange(divided_up(bounds.width, BLOCK), device=slots[0].device) * BLOCK
     end = torch.clamp(begin + BLOCK, max=bounds.width) - 1
-    overlaps = (last[:, end, None] >= begin) & (first[:, begin, None] <= end)
-    whole = (first[:, end, None] <= begin) & (last[:, begin, None] >= begin + BLOCK - 1)
-    whole &= (begin + BLOCK <= bounds.width)[:, None]
+    # (rows, query blocks, key blocks)
+    overlaps = (first[0] <= end[:, None]) & (last[1] >= begin[:, None])
+    whole = (first[1] <= begin[:, None]) & (last[0] >= begin[:, None] + BLOCK - 1)
+    whole &= begin + BLOCK <= bounds.width
+    if window is not None and bounds.seen is not None:
+        low, high = _extremes(positions(bounds))
+        overlaps &= (low.mT - high < window) & (low - high.mT < window)
+        whole &= (high.mT - low < window) & (high - low.mT < window)
     return BlockMask.from_kv_blocks(
         *_listed(overlaps & ~whole),
         *_listed(whole),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_mod(bounds.segment_ids, causal, window),
+        mask_mod=_mask_mod(bounds, *slots, window),
         seq_lengths=(bounds.width, bounds.width),
     )
+
+
+def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, width) -> the least and the largest of each block, (rows, 1, blocks) each."""
+    count = divided_up(values.shape[1], BLOCK)
+    slots = torch.arange(count * BLOCK, device=values.device).clamp(max=values.shape[1] - 1)
+    blocks = values[:, slots].unflatten(1, (count, BLOCK))
+    return blocks.amin(-1).unsqueeze(1), blocks.amax(-1).unsqueeze(1)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,18 +154,23 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return counts.unsqueeze(1), listed.int().unsqueeze(1).contiguous()
 
 
-def _mask_mod(tiles: Tensor, causal: bool, window: int | None) -> Callable[..., Tensor]:
-    """FlexAttention's mask function. It refers to the tile numbers only, not to the batch."""
+def _mask_mod(
+    bounds: Boundaries, first: Tensor, last: Tensor, window: int | None
+) -> Callable[..., Tensor]:
+    """FlexAttention's mask function. It refers to tensors of its own only, not to the batch."""
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        inside = tiles[row, query] == tiles[row, key]
-        inside = inside & (key <= query) if causal else inside
-        if window is None:
-            return inside
-        inside = inside & (query - key < window)
-        return inside if causal else inside & (key - query < window)
+        return (first[row, key] <= query) & (query <= last[row, key])
 
-    return seen
+    if window is None or bounds.seen is None:
+        return seen
+    place = positions(bounds)
+
+    def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        away = place[row, query] - place[row, key]
+        return seen(row, head, query, key) & (away < window) & (away > -window)
+
+    return near
 
 
 def _near(queries: Tensor, keys: Tensor, causal: bool, window: int | None) -> Tensor:
@@ -418,6 +445,7 @@ BACKENDS: dict[str, Callable[[Call], Tensor]] = {
 def refusal(name: str, call: Call) -> str | None:
     """Why a backend cannot run a call; None if it can."""
     q, v, bounds, cuda = call.q, call.v, call.bounds, call.q.is_cuda
+    in_place = bounds.index is not None
     if name in ("varlen", "flex") and call.dropout:
         return "does not support dropout"
     if name == "varlen" and not cuda:
@@ -442,7 +470,7 @@ def refusal(name: str, call: Call) -> str | None:
             return "requires head dimensions of at least 16"
         if cuda and q.dtype == torch.float64:
             return "supports single and half precision only"
-    if name != "segments" and bounds.seen is not None:
+    if bounds.seen is not None and (name == "causal" or (name != "segments" and not in_place)):
         return "supports no segment that sees another one"
     if name == "causal":
         if not call.causal or (call.window is not None and call.window < bounds.width):
@@ -514,7 +542,7 @@ def choose(call: Call) -> str:
             return name
     bounds = call.bounds
     tiny = bounds.rows * bounds.width**2 < TINY * bounds.tiles
-    return "mask" if tiny and bounds.seen is None else "segments"
+    return "mask" if tiny and refusal("mask", call) is None else "segments"
 
 
 # The operator of variable-length attention ------------------------------------------------------
