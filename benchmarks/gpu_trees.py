@@ -28,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import numpy as np
 import torch
+import transformers
 from rich.console import Console
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from benchmarks import tables
 from benchmarks.gradients import PER_PARAMETER, gradient_of, worst_parameter
@@ -43,7 +45,7 @@ from evenstep.tensors.batch import Batch, Boundaries, Extra
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import policy_gradient
-from evenstep.tensors.segment_attention import attention
+from evenstep.tensors.segment_attention import BACKENDS, attention, block_mask
 from evenstep.train.normalization import SequenceMean, TokenMean
 from evenstep.train.runner import Runner
 from evenstep.train.scoring import compute_log_probs
@@ -425,18 +427,213 @@ def _attending(setup: Setup, batch: Batch, operator: Any = None) -> Callable[[],
 
 
 def _fastest(
-    setup: Setup, calls: dict[str, Callable[[], None]], rounds: int = 4
+    setup: Setup, calls: dict[str, Callable[[], Any]], rounds: int = 4, free: bool = True
 ) -> dict[str, float]:
     """Seconds of each call, the fastest of several rounds in which calls take turns."""
     seconds, repeats = dict.fromkeys(calls, float("inf")), 1 if setup.quick else 5
     for call in calls.values():
         call()
-    _free(setup)
+    if free:  # compiled kernels as well
+        _free(setup)
     for _ in range(rounds):
         for name, call in calls.items():
             taken = _seconds(setup, lambda call=call: [call() for _ in range(repeats)])  # type: ignore[misc]
             seconds[name] = min(seconds[name], taken / repeats)
     return seconds
+
+
+# FlexAttention --------------------------------------------------------------------------------
+
+CASES: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+    ("float32", torch.float32, {}),
+    ("soft cap, bfloat16", HALF, {"softcap": 30.0}),
+    ("soft cap and window 1,000, bfloat16", HALF, {"softcap": 30.0, "window": 1000}),
+]
+
+
+def flex_layer(setup: Setup) -> Section:
+    """What variable-length kernels do not take: float32 and soft caps."""
+    section = Section(
+        "FlexAttention of one layer, forward and backward, 16 heads of 128",
+        ["3 groups of 16 on 2,000. Errors are of dq, dk and dv, the worst, relative to the largest "
+         "entry of the same in float32, one segment at a time."],
+    )  # fmt: skip
+    answers = draw(2, 4, 24, 8.0, 97) if setup.quick else draw(3, 16, 2000, 500.0, 97)
+    batches = {
+        name: answers.batches(sum(answers.lengths), name == "shared")[0].to(setup.device)
+        for name in ("repeated", "shared")
+    }
+    table = Table(
+        "Shared prompts",
+        {"case": "", "one by one (ms)": ".1f", "flex (ms)": ".1f", "×": ".1f",
+         "flex, repeated (ms)": ".1f", "× ": ".2f", "error": ".1e", "one by one, error": ".1e"},
+    )  # fmt: skip
+    section.tables.append(table)
+    for name, dtype, how in CASES:
+        try:
+            exact = _flex_gradients(setup, batches["shared"], torch.float32, "segments", how)()
+            calls = {
+                "segments": _flex_gradients(setup, batches["shared"], dtype, "segments", how),
+                "flex": _flex_gradients(setup, batches["shared"], dtype, "flex", how),
+                "repeated": _flex_gradients(setup, batches["repeated"], dtype, "flex", how),
+            }
+            apart = {each: _apart(calls[each](), exact) for each in ("flex", "segments")}
+            ms = {each: 1e3 * s for each, s in _fastest(setup, calls, 2, free=False).items()}
+        except Exception as error:
+            traceback.print_exc()
+            section.notes.append(f"{name}: {first_line(error)}")
+            continue
+        table.add(
+            name, ms["segments"], ms["flex"], ms["segments"] / ms["flex"], ms["repeated"],
+            ms["repeated"] / ms["flex"], apart["flex"], apart["segments"],
+        )  # fmt: skip
+        most = 1e-5 if dtype == torch.float32 else 2 * apart["segments"]
+        section.targets.append(
+            Target(f"{name}: gradients as exact as one by one", f"{apart['flex']:.1e} compared "
+                   f"with {apart['segments']:.1e}", apart["flex"] <= most)
+        )  # fmt: skip
+    _mask_of_tiles(setup, batches["repeated"], section)
+    return section
+
+
+def _flex_gradients(
+    setup: Setup, batch: Batch, dtype: torch.dtype, backend: str, how: dict[str, Any]
+) -> Callable[[], list[Tensor]]:
+    heads, dim = (2, 16) if setup.quick else (16, 128)
+    torch.manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(1, heads, batch.width, dim, device=setup.device, dtype=HALF).to(dtype)
+        for _ in range(4)
+    )
+    for each in (q, k, v):
+        each.requires_grad_()
+    backend = backend if setup.device == "cuda" else "segments"  # no gradients on the CPU
+
+    def call() -> list[Tensor]:
+        out = attention(q, k, v, batch, backend=backend, **how)
+        return list(torch.autograd.grad(out, (q, k, v), grad))
+
+    return call
+
+
+def _apart(tensors: list[Tensor], exact: list[Tensor]) -> float:
+    pairs = zip(tensors, exact, strict=True)
+    return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def _mask_of_tiles(setup: Setup, batch: Batch, section: Section) -> None:
+    """A batch without a tree, with the mask function of before: equal numbers of tiles."""
+    tiles, mask = batch.segment_ids, block_mask(batch)
+
+    def before(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (tiles[row, query] == tiles[row, key]) & (key <= query)
+
+    if setup.device != "cuda":
+        return
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    old = BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=128, mask_mod=before, seq_lengths=(batch.width, batch.width)
+    )
+    kernel = torch.compile(flex_attention)
+    q, k, v, grad = (
+        torch.randn(1, 16, batch.width, 128, device=setup.device, dtype=HALF, requires_grad=True)
+        for _ in range(4)
+    )
+
+    def run(blocks: BlockMask) -> Callable[[], None]:
+        return lambda: torch.autograd.grad(kernel(q, k, v, block_mask=blocks), (q, k, v), grad)
+
+    times = _fastest(setup, {"before": run(old), "today": run(mask)}, 4, free=False)
+    built = _fastest(setup, {"": lambda: block_mask(batch)}, 4, free=False)[""]
+    ratio = times["today"] / times["before"]
+    section.notes.append(f"The mask of {batch.width:,} slots is built in {1e3 * built:.2f} ms.")
+    section.targets.append(
+        Target(
+            f"a batch without a tree at most {WITHOUT - 1:.0%} slower than with a mask of tiles",
+            f"{1e3 * times['today']:.3f} compared with {1e3 * times['before']:.3f} ms "
+            f"({ratio - 1:+.1%})",
+            ratio <= WITHOUT,
+        )
+    )
+
+
+def flex_models(setup: Setup) -> Section:
+    """Models whose attention is FlexAttention, compared with one segment at a time."""
+    table = Table(
+        "Gradients of a step",
+        {"model": "", "whole samples": ".1e", "shared, one by one": ".1e", "shared, flex": ".1e",
+         "one by one (s)": ".3f", "flex (s)": ".3f", "×": ".1f"},
+    )  # fmt: skip
+    section = Section("Models with FlexAttention", [PER_PARAMETER, "Compared with float32, one "
+                      "segment at a time, whole samples."], [table])  # fmt: skip
+    answers = draw(2, 4, 24, 8.0, 97) if setup.quick else draw(3, 16, 1000, 200.0, 97)
+    budget = 128 if setup.quick else 16_384
+    for name, dtype, compiled in (
+        ("Decoder, float32", torch.float32, False),
+        ("Decoder compiled, float32", torch.float32, True),
+        ("Gemma 2, float32", torch.float32, False),
+        ("Gemma 2, bfloat16", HALF, False),
+    ):
+        try:
+            exact, _ = _model_step(setup, name, torch.float32, answers, budget, False, True)
+            found = {}
+            for shared, singly in ((False, False), (True, True), (True, False)):
+                kept, seconds = _model_step(
+                    setup, name, dtype, answers, budget, shared, singly, compiled and not singly
+                )
+                found[shared, singly] = worst_parameter(kept, exact), seconds
+        except Exception as error:
+            traceback.print_exc()
+            section.notes.append(f"{name}: {first_line(error)}")
+            continue
+        whole, one_by_one, flex = found[False, False], found[True, True], found[True, False]
+        table.add(name, whole[0], one_by_one[0], flex[0], one_by_one[1], flex[1],
+                  one_by_one[1] / flex[1])  # fmt: skip
+        most = 1e-5 if dtype == torch.float32 else 2 * max(whole[0], one_by_one[0])
+        section.targets.append(
+            Target(f"{name}: gradients of shared prompts", f"{flex[0]:.1e}", flex[0] <= most)
+        )
+    return section
+
+
+def _model_step(
+    setup: Setup, name: str, dtype: torch.dtype, answers: Answers, budget: int, shared: bool,
+    singly: bool, compiled: bool = False,
+) -> tuple[dict[str, Tensor], float]:  # fmt: skip
+    """The gradients and the seconds of a step; `singly` runs one segment at a time."""
+    torch.manual_seed(0)
+    forward = None
+    if name.startswith("Gemma"):
+        config = transformers.Gemma2Config(
+            vocab_size=97, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+            num_attention_heads=8, num_key_value_heads=4, head_dim=64, sliding_window=500,
+            query_pre_attn_scalar=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        model = transformers.Gemma2ForCausalLM(config).to(setup.device, dtype)
+        use_attention(model)
+        forward = hf_forward(model)
+    else:
+        shape = DecoderShape(vocab=97, hidden=512, layers=4, heads=8, kv_heads=4, ffn=512)
+        model = Decoder(shape).to(setup.device, dtype)
+        if compiled:
+            model.compile()
+    runner = Runner(
+        model=model, loss=policy_gradient(), normalization=SequenceMean(), device=setup.device,
+        **({} if forward is None else {"forward": forward}),
+    )  # fmt: skip
+    batches = answers.batches(budget, shared)
+    used = dict(BACKENDS)
+    BACKENDS.update({"flex": used["segments"], "varlen": used["segments"]} if singly else {})
+    try:
+        runner.run(batches)
+        kept = _kept(model)
+        seconds = []
+        for _ in range(2):
+            model.zero_grad()
+            seconds.append(_seconds(setup, lambda: runner.run(batches)))
+    finally:
+        BACKENDS.update(used)
+    return kept, min(seconds)
 
 
 # Running --------------------------------------------------------------------------------------
@@ -446,6 +643,8 @@ SECTIONS: dict[str, Callable[[Setup], Section]] = {
     "one_layer": one_layer,
     "decoder": decoder_steps,
     "llama": llama_steps,
+    "flex_layer": flex_layer,
+    "flex_models": flex_models,
 }
 
 
