@@ -134,7 +134,8 @@ def nemo_rl(get: Get) -> Sizes:
         _divided(get("policy.make_sequence_length_divisible_by"), unit, "minimum_pad_factor")
     if packing:
         sizes["layout.kind"] = "packed"
-        sizes["layout.packer"] = get(f"{mode}.algorithm").lower()
+        shares = get("grpo.num_generations_per_prompt", 1) > 1 and cp == pp == 1
+        sizes["layout.packer"] = None if shares else get(f"{mode}.algorithm").lower()
     if get(f"{mode}.enabled", False):
         sizes["layout.max_tokens"] = int(get(f"{mode}.train_mb_tokens"))
         if get(f"{mode}.logprob_mb_tokens") is not None:

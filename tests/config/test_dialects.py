@@ -4,7 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology
+from evenstep import (
+    Cost,
+    Limits,
+    Packed,
+    Padded,
+    Recipe,
+    Steps,
+    Topology,
+    find_prefixes,
+    make_plan,
+)
 from evenstep.config import FaultsError, StreamSettings, load_file, load_recipe, load_settings
 from evenstep.data import Pool
 from tests.config import dialect_files as files
@@ -261,12 +271,39 @@ def test_several_answers_share_their_prompt(name: str, text: str, tmp_path: Path
     assert "8 answers to a prompt" in loaded.origins["stream.share_prefixes"]
 
 
-def test_what_prevents_shared_prompts_is_noted(tmp_path: Path) -> None:
+def test_answers_of_nemo_rl_share_their_prompt_instead_of_its_packer(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(NEMO_ANSWERS, encoding="utf-8")
     loaded = load_file(path, dialect="nemo-rl")
+    settings, packer = loaded.settings, "modified_first_fit_decreasing"
+    assert settings.stream.share_prefixes
+    assert settings.log_probs is not None
+    for recipe in (settings.recipe, settings.log_probs):
+        assert recipe.layout == Packed(max_tokens=2048)
+        make_plan([5, 6], recipe, prefixes=find_prefixes([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]))
+    (note,) = (note for note in loaded.notes if packer in note)
+    assert "8 answers to a prompt share it" in note
+    # what the note says
+    other = load_file(
+        path, ["stream.share_prefixes=false", f"layout.packer={packer}"], dialect="nemo-rl"
+    )
+    assert not other.settings.stream.share_prefixes
+    assert other.settings.recipe.layout == Packed(max_tokens=2048, packer=packer)
+    path.write_text(NEMO_ANSWERS.replace("8}", "1}"), encoding="utf-8")
+    single = load_file(path, dialect="nemo-rl")
+    assert single.settings.recipe == other.settings.recipe
+    assert not any(packer in note for note in single.notes)
+
+
+def test_what_prevents_shared_prompts_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    pipeline = "megatron_cfg: {enabled: true, pipeline_model_parallel_size: 2}"
+    text = NEMO_ANSWERS.replace("policy: {", f"policy: {{{pipeline}, ")
+    path.write_text(text, encoding="utf-8")
+    loaded = load_file(path, ["topology.dp=2"], dialect="nemo-rl")
     assert not loaded.settings.stream.share_prefixes
-    assert any("share_prefixes), but not with layout.packer" in note for note in loaded.notes)
+    assert loaded.settings.recipe.layout.packer == "modified_first_fit_decreasing"
+    assert any("share_prefixes), but not with topology.pp" in note for note in loaded.notes)
 
 
 def test_a_recipe_is_the_one_for_training(tmp_path: Path) -> None:

@@ -27,6 +27,11 @@ class Draft:
         if value is not None:
             self.values[path], self.origins[path] = value, origin
 
+    def drop(self, path: str) -> Any:
+        """Leave the default; the value that was set, or None."""
+        self.origins.pop(path, None)
+        return self.values.pop(path, None)
+
     def copy(self) -> Draft:
         """A draft with the same values."""
         made = Draft()

@@ -109,12 +109,12 @@ def read(reader: Reader) -> None:
     _set_steps(reader)
     budget = f"{mode}.train_mb_tokens"
     _set_layout(reader, reader.train, mode if enabled else "", budget, ROWS)
-    reader.share_prompts(ANSWERS)
     budget = f"{mode}.logprob_mb_tokens"
     rows = ROWS if "dpo" in reader.tree.data else "policy.logprob_batch_size"  # as in DPO's loop
     if reader.given(budget if enabled else rows):
         reader.log_probs = draft.copy()
         _set_layout(reader, reader.log_probs, mode if enabled else "", budget, rows)
+    reader.share_prompts(ANSWERS)
     if "ppo" in reader.tree.data and "value" in reader.tree.data:
         reader.note(
             "value: the value model of PPO is not in this result. Rename the section to policy to "

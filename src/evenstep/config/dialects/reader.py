@@ -94,22 +94,32 @@ class Reader:
         draft.set(path, self[name], self.where(name))
 
     def share_prompts(self, name: str) -> None:
-        """If `name` asks for several answers to a prompt, they share it where plans can."""
+        """If `name` asks for several answers to a prompt, they share it where plans can.
+
+        Packers by name know no shared tokens: the planner then forms packs, also of `log_probs`.
+        """
         values = self.train.values
         packed = values.get("layout.kind") == "packed" and "layout.max_tokens" in values
         if self[name] < 2 or not packed:
             return
-        prevents = ["topology.cp", "layout.packer", "layout.pad_to", "balance", "equal_tokens"]
+        prevents = ["topology.cp", "layout.pad_to", "balance", "equal_tokens"]
         if "topology.variable_seq_lengths" not in values:
             prevents.append("topology.pp")
         reason = next((key for key in prevents if key in values), None)
-        if reason is None:
-            origin = f"derived: {self[name]} answers to a prompt ({self.where(name)})"
-            self.stream.set("stream.share_prefixes", True, origin)
-        else:
+        if reason is not None:
             self.note(
                 f"{name}: the answers to a prompt could share it (stream.share_prefixes), but not "
                 f"with {reason}."
+            )
+            return
+        origin = f"derived: {self[name]} answers to a prompt ({self.where(name)})"
+        self.stream.set("stream.share_prefixes", True, origin)
+        packers = [draft.drop("layout.packer") for draft in (self.train, self.log_probs) if draft]
+        if packers[0] is not None:
+            self.note(
+                f"{name}: the {self[name]} answers to a prompt share it, so the planner forms "
+                f"packs, not {packers[0]}. To keep that packer instead, set "
+                f"stream.share_prefixes=false and layout.packer={packers[0]}."
             )
 
     # Faults and notes ----------------------------------------------------------------------------
