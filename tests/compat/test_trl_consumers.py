@@ -12,6 +12,7 @@ import torch
 
 from evenstep import Cost
 from evenstep.compat.trl import FixedCountBatcher, TokenBudgetBatcher, pack_dataset
+from tests.compat import trl_trainer
 
 pytestmark = [
     pytest.mark.slow,
@@ -104,6 +105,42 @@ def test_the_collator_of_async_grpo_takes_our_rows() -> None:
     assert len(samples) - 4 < len(held) <= len(samples)
     assert trained == sum(len(each["input_ids"]) - 1 for each in held)
     assert max(metrics["batch/row_imbalance"]) < 1.5
+
+
+def assert_same_updates(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    """Losses and gradients of each step agree, per parameter."""
+    logs = [[entry["loss"] for entry in records[0]["logs"]] for records in (one, other)]
+    assert logs[0] == pytest.approx(logs[1], rel=1e-4)
+    for ours, theirs in zip(one[0]["gradients"], other[0]["gradients"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, gradient in ours.items():
+            apart = float((gradient - theirs[name]).abs().max())
+            assert apart <= 1e-4 * float(theirs[name].abs().max()), name
+
+
+def test_the_trainer_of_async_grpo_makes_the_same_updates_with_our_rows(tmp_path: Path) -> None:
+    samples = trl_trainer.rollouts(0, groups=6, each=4, prompt=24, median=8)
+    theirs, ours = (
+        trl_trainer.run(2, tmp_path / batcher, samples, batcher, budget=0, per_rank=4, steps=3)
+        for batcher in ("trl", "evenstep")
+    )
+    assert_same_updates(ours, theirs)
+    uneven, even = trl_trainer.measured(theirs), trl_trainer.measured(ours)
+    assert even[0] < uneven[0]  # the slowest row
+    assert even[1] < 1.1 * uneven[1]  # tokens
+
+
+def test_the_trainer_of_async_grpo_runs_the_rows_of_our_budget(tmp_path: Path) -> None:
+    samples = trl_trainer.rollouts(1, groups=8, each=4, prompt=24, median=8)
+    budget = 96
+    ours, dealt = (
+        trl_trainer.run(2, tmp_path / batcher, samples, batcher, budget, per_rank=1, steps=3)
+        for batcher in ("evenstep", "dealt")
+    )
+    assert_same_updates(ours, dealt)
+    rows = [int(lengths.sum()) for records in ours for _, lengths in records["rows"]]
+    assert max(rows) <= budget
+    assert trl_trainer.measured(ours)[1] < 0.9 * trl_trainer.measured(dealt)[1]
 
 
 def answers(seed: int, groups: int = 8, each: int = 16, prompt: int = 2000) -> list[dict[str, Any]]:

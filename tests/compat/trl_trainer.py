@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from evenstep import Cost
 from evenstep.compat.trl import FixedCountBatcher, TokenBudgetBatcher
 from tests.train.processes import free_port, results_of
 
@@ -89,16 +90,41 @@ class Flash:
                 part[slice(*bounds)].transpose(0, 1)
                 for part, bounds in ((q, slots), (k, keys), (v, keys))
             )
-            queries, count = query.shape[1], key.shape[1]
-            seen = torch.ones(queries, count, dtype=torch.bool).tril(count - queries)
-            mixed = functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=seen, scale=softmax_scale, enable_gqa=True
-            )
-            out.append(mixed.transpose(0, 1))
+            first = key.shape[1] - query.shape[1]
+            for begin in range(0, query.shape[1], 1024):
+                part = query[:, begin : begin + 1024]
+                count = first + begin + part.shape[1]
+                seen = torch.ones(part.shape[1], count, dtype=torch.bool).tril(first + begin)
+                mixed = functional.scaled_dot_product_attention(
+                    part[None], key[None, :, :count], value[None, :, :count], attn_mask=seen,
+                    scale=softmax_scale,
+                )  # fmt: skip
+                out.append(mixed[0].transpose(0, 1))
         return torch.cat(out)
 
 
-def save_model(folder: Path) -> None:
+class Dealt(TokenBudgetBatcher):
+    """The samples of each of our micro-batches, dealt to rows in turn."""
+
+    def __iter__(self) -> Any:
+        from trl.experimental.async_grpo.packing import TreeRow
+
+        for rows in super().__iter__():
+            dealt = [TreeRow() for _ in rows]
+            samples = [sample for row in rows for sample in row.samples]
+            for number, sample in enumerate(samples):
+                dealt[number % len(dealt)].add(sample)
+            yield dealt
+
+
+BATCHERS: dict[str, dict[str, Any]] = {
+    "trl": {},
+    "evenstep": {"FixedCountBatcher": FixedCountBatcher, "TokenBudgetBatcher": TokenBudgetBatcher},
+    "dealt": {"TokenBudgetBatcher": Dealt},
+}
+
+
+def save_model(folder: Path, layers: int) -> None:
     """A small model and its tokenizer, as files that TRL loads."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -106,20 +132,19 @@ def save_model(folder: Path) -> None:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=8192,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=layers,
+        num_attention_heads=layers, num_key_value_heads=layers, head_dim=8,
+        max_position_embeddings=32_768,
         eos_token_id=1, tie_word_embeddings=False,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="w0", eos_token="w1"
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(
+        folder
+    )
 
 
-def rollouts(
-    seed: int, groups: int, each: int, prompt: int, median: float
-) -> list[dict[str, Any]]:
+def rollouts(seed: int, groups: int, each: int, prompt: int, median: float) -> list[dict[str, Any]]:
     """Groups of answers of log-normal lengths to one prompt, in the order of groups."""
     rng = np.random.default_rng(seed)
     samples = []
@@ -141,25 +166,22 @@ def rollouts(
 
 
 def train(
-    rank: int, size: int, port: int, folder: str, samples: list[dict[str, Any]], ours: bool,
+    rank: int, size: int, port: int, folder: str, samples: list[dict[str, Any]], batcher: str,
     budget: int, per_rank: int, steps: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run the trainer; what each step saw, and the weights after it."""
+    """Run the trainer with a batcher of `BATCHERS`: losses, gradients and segments of each step."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
     from datasets import Dataset
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
     from trl.experimental.async_grpo import async_grpo_trainer as trl_module
-    from trl.experimental.async_grpo import packing
 
     packing._flash_attn = lambda: Flash
     trl_module.get_peak_flops_per_device = lambda *_: None
-    if ours:
-        trl_module.TokenBudgetBatcher = TokenBudgetBatcher
-        trl_module.FixedCountBatcher = FixedCountBatcher
-
+    for name, kind in BATCHERS[batcher].items():
+        setattr(trl_module, name, kind)
     records: dict[str, Any] = {"losses": [], "gradients": [], "rows": []}
 
     class Recording(AsyncGRPOTrainer):  # type: ignore[misc]
@@ -192,28 +214,25 @@ def train(
         weight_transfer=NoTransfer() if rank == 0 else None,
     )  # fmt: skip
     trainer.train()
-    names = ("loss", "batch/packing_ratio", "batch/row_imbalance", "batch/forwarded_tokens_per_step")
-    records["logs"] = [
-        {name: entry[name] for name in names if name in entry}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
+    records["logs"] = [entry for entry in trainer.state.log_history if "loss" in entry]
     return records
 
 
 def run(
-    size: int, folder: Path, samples: list[dict[str, Any]], ours: bool, budget: int, per_rank: int,
-    steps: int,
+    size: int, folder: Path, samples: list[dict[str, Any]], batcher: str, budget: int,
+    per_rank: int, steps: int, layers: int = 2,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The records of each rank."""
-    save_model(folder / "model")
-    how = (free_port(), str(folder / "model"), samples, ours, budget, per_rank, steps)
-    return results_of(size, train, folder / f"ranks-{ours}", *how)
+    """The records of each rank. A budget of 0 means `per_rank` samples on each rank."""
+    folder.mkdir(exist_ok=True)
+    save_model(folder / "model", layers)
+    how = (free_port(), str(folder / "model"), samples, batcher, budget, per_rank, steps)
+    return results_of(size, train, folder / "ranks", *how)
 
 
-def measured(records: list[dict[str, Any]], cost: Any) -> tuple[float, int]:
-    """The slowest row over the mean one, averaged over micro-batches, and the tokens of all."""
-    uneven, tokens = [], 0
+def measured(records: list[dict[str, Any]]) -> tuple[float, int]:
+    """The slowest row over the mean one by the time of an 8B model, averaged over micro-batches,
+    and the tokens of all."""
+    cost, uneven, tokens = Cost.named("llama-3-8b"), [], 0
     for rows in zip(*(each["rows"] for each in records), strict=True):
         times = [
             float((cost.of_lengths(start + count) - cost.of_lengths(start)).sum())
@@ -226,22 +245,19 @@ def measured(records: list[dict[str, Any]], cost: Any) -> tuple[float, int]:
 
 def main(ranks: int = 8, seeds: int = 8) -> None:
     """One optimizer step per seed."""
-    from evenstep import Cost
-
     samples = [
         {**each, "group_id": each["group_id"] + 1000 * seed}
         for seed in range(seeds)
         for each in rollouts(seed, groups=8, each=16, prompt=2000, median=500)
     ]
     raw = sum(len(sample["input_ids"]) for sample in samples)
-    for ours in (False, True):
+    for batcher in ("trl", "evenstep"):
         with tempfile.TemporaryDirectory() as folder:
-            records = run(ranks, Path(folder), samples, ours, 0, 128 // ranks, seeds)
-            uneven, tokens = measured(records, Cost.named("llama-3-8b"))
-            print(f"{'evenstep' if ours else 'TRL':8}  lock-step {uneven:.3f}  tokens {tokens:,} of "
-                  f"{raw:,}, {raw / tokens:.2f}x fewer", flush=True)  # fmt: skip
-            for entry in records[0]["logs"]:
-                print("   ", {name: round(value, 5) for name, value in entry.items()}, flush=True)
+            records = run(ranks, Path(folder), samples, batcher, 0, 128 // ranks, seeds, layers=1)
+        uneven, tokens = measured(records)
+        losses = [round(entry["loss"], 6) for entry in records[0]["logs"]]
+        text = f"lock-step {uneven:.3f}, {tokens:,} of {raw:,} tokens, {raw / tokens:.2f}x fewer"
+        print(f"{batcher}: {text}; losses {losses}", flush=True)
 
 
 if __name__ == "__main__":
