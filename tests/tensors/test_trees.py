@@ -186,7 +186,8 @@ def test_attention_of_a_tree_is_that_of_its_samples(
     torch.testing.assert_close(ours, theirs)
 
 
-def test_gradients_of_shared_keys_are_summed_in_float32() -> None:
+@pytest.mark.parametrize("backend", ["segments", "mask"])
+def test_gradients_of_shared_keys_are_summed_in_float32(backend: str) -> None:
     ids = [[1, 2, 3, index] for index in range(64)]
     batch = Collator()(micro_of(ids, range(64)), [{"input_ids": each} for each in ids])
     torch.manual_seed(0)
@@ -195,7 +196,7 @@ def test_gradients_of_shared_keys_are_summed_in_float32() -> None:
     for dtype in (torch.bfloat16, torch.float64):
         leaves = [each.detach().to(dtype).requires_grad_() for each in qkv]
         q, k, v = leaves
-        attention(q, k, v, batch).double().sum().backward()
+        attention(q, k, v, batch, backend=backend).double().sum().backward()
         assert v.grad is not None
         gradients.append(v.grad.double()[:, :, 0])
     torch.testing.assert_close(*gradients, rtol=1e-2, atol=0)

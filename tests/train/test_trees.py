@@ -35,6 +35,7 @@ from evenstep import (
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_attention import use_attention
+from evenstep.integrations.huggingface import hf_kwargs
 from evenstep.tensors import (
     Batch,
     Collator,
@@ -60,7 +61,7 @@ from evenstep.train import (
     expert_frequencies,
 )
 from tests.forests import VOCABULARY, divided, forest, micro_of
-from tests.internals import Block, errors_of_parameters
+from tests.internals import Block, attend, errors_of_parameters, hf_boundaries
 from tests.train.on_ranks import Small, wrapped
 from tests.train.processes import run_processes
 
@@ -104,9 +105,11 @@ def samples_of(rng: np.random.Generator, ids: list[list[int]]) -> list[dict[str,
     return samples
 
 
-def decoder(dtype: torch.dtype = torch.float64, window: int | None = None) -> Decoder:
+def decoder(
+    dtype: torch.dtype = torch.float64, window: int | None = None, backend: str | None = None
+) -> Decoder:
     torch.manual_seed(0)
-    model: Decoder = Decoder(replace(SHAPE, window=window)).to(dtype)
+    model: Decoder = Decoder(replace(SHAPE, window=window), backend).to(dtype)
     return model
 
 
@@ -148,17 +151,25 @@ def check(
     assert max(errors_of_parameters(ours, theirs).values()) <= tolerance
 
 
-@given(st.integers(0, 10**6), st.sampled_from(sorted(LOSSES)), st.sampled_from(NORMALIZATIONS))
-def test_gradients_of_trees_are_those_of_single_samples(seed: int, loss: str, norm: Any) -> None:
-    check(seed, decoder(), loss, norm, 1e-12)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(sorted(LOSSES)),
+    st.sampled_from(NORMALIZATIONS),
+    st.sampled_from([None, "segments"]),
+)
+def test_gradients_of_trees_are_those_of_single_samples(
+    seed: int, loss: str, norm: Any, backend: str | None
+) -> None:
+    check(seed, decoder(backend=backend), loss, norm, 1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gradients_of_two_thousand_forests(dtype: torch.dtype) -> None:
     model, windowed, hf = decoder(dtype), decoder(dtype, window=3), llama(dtype)
+    models = (model, decoder(dtype, backend="segments"), windowed, hf)
     for seed in range(2000):
-        chosen = (model, model, windowed, hf)[seed % 4]
+        chosen = models[seed % 4]
         loss, count = sorted(LOSSES)[seed % len(LOSSES)], 4 + seed % 11
         tolerance = 1e-12 if dtype == torch.float64 else 1e-6
         check(seed, chosen, loss, NORMALIZATIONS[seed // 7 % 3], tolerance, count)
@@ -216,6 +227,25 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+
+
+def test_all_layers_of_a_llama_use_the_same_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block masks are kept there; slots that see no prefix have others."""
+    rng = np.random.default_rng(1)
+    ids = forest(rng)
+    batch = COLLATE(micro_of(ids, range(len(ids))), samples_of(rng, ids))
+    model, used = llama(), []
+
+    def recorded(call: Any) -> Any:
+        used.append(call.bounds)
+        return attend(call)
+
+    monkeypatch.setattr(hf_boundaries, "attend", recorded)
+    for each in (batch, replace(batch, tree=None), batch):
+        model(**hf_kwargs(each, model))
+    assert [bounds.index is None for bounds in used] == [False, False, True, True, False, False]
+    assert all(used[layer] is used[layer + 1] for layer in (0, 2, 4))
+    assert used[0].kept is not used[2].kept
 
 
 @pytest.mark.parametrize("kind", ["GptOss", "Gemma2"])
