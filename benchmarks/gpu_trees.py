@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import numpy as np
 import torch
-import transformers
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -37,7 +36,8 @@ from benchmarks import tables
 from benchmarks.gradients import PER_PARAMETER, gradient_of, worst_parameter
 from benchmarks.models import HALF, LLAMA_1B, TINY, Setup, build, first_line
 from benchmarks.tables import Section, Table, Target
-from evenstep import Cost, Packed, Prefixes, Recipe, make_plan
+from evenstep import Cost, MicroBatch, Packed, Prefixes, Recipe, make_plan
+from evenstep.core.ragged import Segments
 from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.integrations.hf_attention import use_attention
 from evenstep.integrations.huggingface import hf_forward, hf_head
@@ -45,7 +45,7 @@ from evenstep.tensors.batch import Batch, Boundaries, Extra
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import policy_gradient
-from evenstep.tensors.segment_attention import BACKENDS, attention, block_mask
+from evenstep.tensors.segment_attention import attention, block_mask
 from evenstep.train.normalization import SequenceMean, TokenMean
 from evenstep.train.runner import Runner
 from evenstep.train.scoring import compute_log_probs
@@ -454,29 +454,27 @@ CASES: list[tuple[str, torch.dtype, dict[str, Any]]] = [
 def flex_layer(setup: Setup) -> Section:
     """What variable-length kernels do not take: float32 and soft caps."""
     section = Section(
-        "FlexAttention of one layer, forward and backward, 16 heads of 128",
-        ["3 groups of 16 on 2,000. Errors are of dq, dk and dv, the worst, relative to the largest "
-         "entry of the same in float32, one segment at a time."],
+        "FlexAttention of one layer, forward and backward, 16 heads of 64",
+        ["16 answers to one prompt of 2,000 tokens. Errors are of dq, dk and dv, the worst, "
+         "relative to the largest entry of the same in float32, one segment at a time."],
     )  # fmt: skip
-    answers = draw(2, 4, 24, 8.0, 97) if setup.quick else draw(3, 16, 2000, 500.0, 97)
-    batches = {
-        name: answers.batches(sum(answers.lengths), name == "shared")[0].to(setup.device)
-        for name in ("repeated", "shared")
-    }
     table = Table(
         "Shared prompts",
         {"case": "", "one by one (ms)": ".1f", "flex (ms)": ".1f", "×": ".1f", "error": ".1e",
          "one by one, error": ".1e"},
     )  # fmt: skip
     section.tables.append(table)
+    answers = draw(1, 4, 24, 8.0, 97) if setup.quick else draw(1, 16, 2000, 500.0, 97)
+    shared, repeated = (_whole_batch(answers, each).to(setup.device) for each in (True, False))
+    _mask_of_tiles(setup, repeated, section)
     for name, dtype, how in CASES:
         try:
-            exact = _flex_gradients(setup, batches["shared"], torch.float32, "segments", how)()
+            exact = _flex_gradients(setup, shared, torch.float32, "segments", how)()
             calls = {
-                "segments": _flex_gradients(setup, batches["shared"], dtype, "segments", how),
-                "flex": _flex_gradients(setup, batches["shared"], dtype, "flex", how),
+                each: _flex_gradients(setup, shared, dtype, each, how)
+                for each in ("segments", "flex")
             }
-            apart = {each: _apart(calls[each](), exact) for each in ("flex", "segments")}
+            apart = {each: _apart(call(), exact) for each, call in calls.items()}
             ms = {each: 1e3 * s for each, s in _fastest(setup, calls, 2, free=False).items()}
         except Exception as error:
             traceback.print_exc()
@@ -486,19 +484,35 @@ def flex_layer(setup: Setup) -> Section:
             name, ms["segments"], ms["flex"], ms["segments"] / ms["flex"], apart["flex"],
             apart["segments"],
         )  # fmt: skip
+        print(f"{time.perf_counter() - setup.begin:.0f} s", *table.rows[-1], flush=True)
         most = 1e-5 if dtype == torch.float32 else 2 * apart["segments"]
         section.targets.append(
             Target(f"{name}: gradients as exact as one by one", f"{apart['flex']:.1e} compared "
                    f"with {apart['segments']:.1e}", apart["flex"] <= most)
         )  # fmt: skip
-    _mask_of_tiles(setup, batches["repeated"], section)
     return section
+
+
+def _whole_batch(answers: Answers, shared: bool) -> Batch:
+    """All answers to one prompt in one micro-batch; made here, because planning would compile."""
+    lengths, count = np.array(answers.lengths), len(answers.lengths)
+    begin = int(answers.prefixes.shared.max()) - 1 if shared else 0
+    sample, start, parent = np.arange(count), np.full(count, begin), np.full(count, -1)
+    if shared:  # the prompt without its last token, and the answers behind it
+        sample, start = np.insert(sample, 0, 0), np.insert(start, 0, 0)
+        parent = np.append(-1, np.zeros(count, np.int64))
+    ends = lengths[sample]
+    ends[: len(sample) - count] = begin
+    segments = Segments(sample, start, ends - start, parent if shared else None)
+    rows = np.array([0, len(sample)])
+    width = int(segments.length.sum())
+    return COLLATE(MicroBatch(segments, rows, width, lengths[sample]), answers.samples)
 
 
 def _flex_gradients(
     setup: Setup, batch: Batch, dtype: torch.dtype, backend: str, how: dict[str, Any]
 ) -> Callable[[], list[Tensor]]:
-    heads, dim = (2, 16) if setup.quick else (16, 128)
+    heads, dim = (2, 16) if setup.quick else (16, 64)
     torch.manual_seed(0)
     q, k, v, grad = (
         torch.randn(1, heads, batch.width, dim, device=setup.device, dtype=HALF).to(dtype)
@@ -535,7 +549,7 @@ def _mask_of_tiles(setup: Setup, batch: Batch, section: Section) -> None:
     )
     kernel = torch.compile(flex_attention)
     q, k, v, grad = (
-        torch.randn(1, 16, batch.width, 128, device=setup.device, dtype=HALF, requires_grad=True)
+        torch.randn(1, 16, batch.width, 64, device=setup.device, dtype=HALF, requires_grad=True)
         for _ in range(4)
     )
 
@@ -545,6 +559,7 @@ def _mask_of_tiles(setup: Setup, batch: Batch, section: Section) -> None:
     times = _fastest(setup, {"before": run(old), "today": run(mask)}, 4, free=False)
     built = _fastest(setup, {"": lambda: block_mask(batch)}, 4, free=False)[""]
     ratio = times["today"] / times["before"]
+    print(f"{time.perf_counter() - setup.begin:.0f} s", times, built, flush=True)
     section.notes.append(f"The mask of {batch.width:,} slots is built in {1e3 * built:.2f} ms.")
     section.targets.append(
         Target(
@@ -556,83 +571,6 @@ def _mask_of_tiles(setup: Setup, batch: Batch, section: Section) -> None:
     )
 
 
-def flex_models(setup: Setup) -> Section:
-    """Models whose attention is FlexAttention, compared with one segment at a time."""
-    table = Table(
-        "Gradients of a step",
-        {"model": "", "one by one": ".1e", "flex": ".1e", "one by one (s)": ".3f",
-         "flex (s)": ".3f", "×": ".1f"},
-    )  # fmt: skip
-    section = Section("Models with FlexAttention", [PER_PARAMETER, "Compared with float32, one "
-                      "segment at a time, whole samples."], [table])  # fmt: skip
-    answers = draw(2, 4, 24, 8.0, 97) if setup.quick else draw(3, 16, 1000, 200.0, 97)
-    budget = sum(answers.lengths)  # one micro-batch: kernels are compiled once
-    for name, dtype, compiled in (
-        ("Decoder, float32", torch.float32, False),
-        ("Gemma 2, bfloat16", HALF, False),
-        ("Decoder compiled, float32", torch.float32, True),
-    ):
-        try:
-            exact, _ = _model_step(setup, name, torch.float32, answers, budget, False, True)
-            found = {}
-            for singly in (True, False):
-                kept, seconds = _model_step(
-                    setup, name, dtype, answers, budget, True, singly, compiled and not singly
-                )
-                found[singly] = worst_parameter(kept, exact), seconds
-        except Exception as error:
-            traceback.print_exc()
-            section.notes.append(f"{name}: {first_line(error)}")
-            continue
-        one_by_one, flex = found[True], found[False]
-        table.add(name, one_by_one[0], flex[0], one_by_one[1], flex[1], one_by_one[1] / flex[1])
-        most = 1e-5 if dtype == torch.float32 else 2 * one_by_one[0]
-        section.targets.append(
-            Target(f"{name}: gradients of shared prompts", f"{flex[0]:.1e}", flex[0] <= most)
-        )
-    return section
-
-
-def _model_step(
-    setup: Setup, name: str, dtype: torch.dtype, answers: Answers, budget: int, shared: bool,
-    singly: bool, compiled: bool = False,
-) -> tuple[dict[str, Tensor], float]:  # fmt: skip
-    """The gradients and the seconds of a step; `singly` runs one segment at a time."""
-    torch.manual_seed(0)
-    forward = None
-    if name.startswith("Gemma"):
-        config = transformers.Gemma2Config(
-            vocab_size=97, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
-            num_attention_heads=8, num_key_value_heads=4, head_dim=64, sliding_window=500,
-            query_pre_attn_scalar=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
-        model = transformers.Gemma2ForCausalLM(config).to(setup.device, dtype)
-        use_attention(model)
-        forward = hf_forward(model)
-    else:
-        shape = DecoderShape(vocab=97, hidden=512, layers=4, heads=8, kv_heads=4, ffn=512)
-        model = Decoder(shape).to(setup.device, dtype)
-        if compiled:
-            model.compile()
-    runner = Runner(
-        model=model, loss=policy_gradient(), normalization=SequenceMean(), device=setup.device,
-        **({} if forward is None else {"forward": forward}),
-    )  # fmt: skip
-    batches = answers.batches(budget, shared)
-    used = dict(BACKENDS)
-    BACKENDS.update({"flex": used["segments"], "varlen": used["segments"]} if singly else {})
-    try:
-        runner.run(batches)
-        kept = _kept(model)
-        seconds = []
-        for _ in range(2):
-            model.zero_grad()
-            seconds.append(_seconds(setup, lambda: runner.run(batches)))
-    finally:
-        BACKENDS.update(used)
-    return kept, min(seconds)
-
-
 # Running --------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[Setup], Section]] = {
@@ -641,7 +579,6 @@ SECTIONS: dict[str, Callable[[Setup], Section]] = {
     "decoder": decoder_steps,
     "llama": llama_steps,
     "flex_layer": flex_layer,
-    "flex_models": flex_models,
 }
 
 
