@@ -26,7 +26,7 @@ from evenstep.tensors import (
 )
 from tests.examples import examples
 from tests.forests import depth, divided, forest, micro_of
-from tests.internals import BACKENDS, Boundaries, Call, attend, refusal, varlen
+from tests.internals import BACKENDS, Boundaries, Call, Segments, attend, refusal, varlen
 
 SEEDS = st.integers(0, 10**6)
 IDS = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5, 6, 7], [9, 9]]
@@ -106,6 +106,17 @@ def test_rows_of_a_padded_layout_are_refused() -> None:
     rows = MicroBatch(micro.segments, np.array([0, 3, 6]), 8, micro.sample_lengths)
     with pytest.raises(InputError, match=r"2 rows; expected one.*plan without prefixes"):
         Collator()(rows, [{"input_ids": ids} for ids in IDS])
+
+
+def test_segments_apart_from_others_behind_their_parent_are_refused() -> None:
+    ids = [[1, 2, 3], [1, 2, 4], [9, 9]]
+    segments = Segments(
+        np.array([0, 0, 2, 1]), np.array([0, 1, 0, 1]), np.array([1, 2, 2, 2]),
+        np.array([-1, 0, -1, 0]),
+    )  # fmt: skip
+    micro = MicroBatch(segments, np.array([0, 4]), 7, np.array([3, 3, 2, 3]))
+    with pytest.raises(InputError, match="segment 3 of a micro-batch is apart from others"):
+        Collator()(micro, [{"input_ids": each} for each in ids])
 
 
 def test_values_are_shifted_in_samples_only() -> None:
@@ -291,7 +302,8 @@ def test_keys_that_were_gathered_elsewhere_and_shards_are_refused() -> None:
     bounds = replace(Boundaries.of(batch), index=None)
     assert batch.tree is not None
     q, k, v = projections(batch)
-    call = Call(q, *(x[:, :, batch.tree.key_slots] for x in (k, v)), bounds)
+    keys, values = (each[:, :, batch.tree.key_slots] for each in (k, v))
+    call = Call(q, keys, values, bounds)
     for name in ("mask", "flex", "causal"):
         assert "gradients" in (why := str(refusal(name, call))) or "sees another" in why
     torch.testing.assert_close(attend(call), attention(q, k, v, batch))

@@ -455,7 +455,8 @@ class Boundaries:
     def seeing(self, slots: Tensor, cu_seqlens: Tensor, longest: int) -> Boundaries:
         """The same queries with the keys of these slots, divided into tiles by `cu_seqlens`."""
         keys = Boundaries(1, len(slots), cu_seqlens, longest)
-        return replace(self, seen=keys, index=slots, kept={"segment_ids": self.segment_ids})
+        kept = {name: self.kept[name] for name in ("segment_ids",) if name in self.kept}
+        return replace(self, seen=keys, index=slots, kept=kept)
 
     @property
     def keys(self) -> Boundaries:

@@ -288,29 +288,13 @@ def _segments(call: Call) -> Tensor:
     # (rows, heads, width, dim) -> (1, heads, slots, dim), split into tiles. The backward of split
     # is cheap; each slice would allocate a gradient of all slots.
     flat = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (call.q, call.k, call.v)]
-    if bounds.index is not None:
-        slots = [x[0].transpose(0, 1) for x in flat[1:]]
-        flat[1:] = [_Gather.apply(x, bounds.index).transpose(0, 1)[None] for x in slots]
+    if bounds.index is not None:  # gradients are summed in float32 or wider
+        flat[1:] = [wide(x).index_select(2, bounds.index).to(x.dtype) for x in flat[1:]]
     lengths = (bounds.lengths, keys.lengths, keys.lengths)
     tiles = [tensor.split(sizes, dim=2) for tensor, sizes in zip(flat, lengths, strict=True)]
     parts = [_segment(call, q, k, v) for q, k, v in zip(*tiles, strict=True) if q.shape[2]]
     out = torch.cat(parts, dim=2)
     return out[0].unflatten(1, (bounds.rows, bounds.width)).transpose(0, 1)
-
-
-class _Gather(torch.autograd.Function):  # type: ignore[misc]
-    """(slots, heads, dim) -> those of an index. Gradients are summed in float32 or wider."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.slots = len(values)
-        return values.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        return _summed(gradient, index, ctx.slots), None
 
 
 def _segment(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -445,7 +429,6 @@ BACKENDS: dict[str, Callable[[Call], Tensor]] = {
 def refusal(name: str, call: Call) -> str | None:
     """Why a backend cannot run a call; None if it can."""
     q, v, bounds, cuda = call.q, call.v, call.bounds, call.q.is_cuda
-    in_place = bounds.index is not None
     if name in ("varlen", "flex") and call.dropout:
         return "does not support dropout"
     if name == "varlen" and not cuda:
@@ -470,7 +453,11 @@ def refusal(name: str, call: Call) -> str | None:
             return "requires head dimensions of at least 16"
         if cuda and q.dtype == torch.float64:
             return "supports single and half precision only"
-    if bounds.seen is not None and (name == "causal" or (name != "segments" and not in_place)):
+    if (
+        bounds.seen is not None
+        and name != "segments"
+        and (name == "causal" or bounds.index is None)
+    ):
         return "supports no segment that sees another one"
     if name == "causal":
         if not call.causal or (call.window is not None and call.window < bounds.width):

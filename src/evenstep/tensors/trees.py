@@ -78,6 +78,7 @@ def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
     tiles = np.flatnonzero(placement.segment >= 0)  # of the segments
     first, own = placement.offsets[tiles], micro.own
     segment, path = paths_of(segments.parent)
+    _check_preorder(segments.parent, segment, path)
     # The keys of a tile: the tokens of its path, then its own slots with their padding.
     count = np.where(path == segment, placement.slots[tiles][path], segments.length[path])
     keys = np.zeros(len(placement.real), np.int64)
@@ -139,6 +140,17 @@ def _weights(tree: Tree, width: int) -> Tensor:
     """(1, width): the sum of the weights that samples give to each slot."""
     weights = tree.samples.loss_weights.flatten()
     return weights.new_zeros(width).index_add_(0, tree.slots, weights).unsqueeze(0)
+
+
+def _check_preorder(parent: IntArray, segment: IntArray, path: IntArray) -> None:
+    """Raise unless all segments behind another one follow it directly: masks rely on it."""
+    behind = np.flatnonzero(parent >= 0)
+    before = np.isin((behind - 1) * len(parent) + parent[behind], segment * len(parent) + path)
+    if not before.all():
+        raise InputError(
+            f"segment {behind[~before][0]} of a micro-batch is apart from others behind its "
+            f"parent. Check the plan with evenstep check, or plan the samples again."
+        )
 
 
 def _check_equal(tree: Tree, slots: Tensor, samples: Tensor, what: str) -> None:
