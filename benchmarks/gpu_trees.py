@@ -456,7 +456,9 @@ def flex_layer(setup: Setup) -> Section:
     section = Section(
         "FlexAttention of one layer, forward and backward, 16 heads of 64",
         ["16 answers to one prompt of 2,000 tokens. Errors are of dq, dk and dv, the worst, "
-         "relative to the largest entry of the same in float32, one segment at a time."],
+         "relative to the largest entry of the same in float32, one segment at a time. By these "
+         "figures, `attention` runs shared prefixes in float32 one segment at a time, and with "
+         "FlexAttention where a soft cap excludes variable-length kernels."],
     )  # fmt: skip
     table = Table(
         "Shared prompts",
@@ -485,11 +487,12 @@ def flex_layer(setup: Setup) -> Section:
             apart["segments"],
         )  # fmt: skip
         print(f"{time.perf_counter() - setup.begin:.0f} s", *table.rows[-1], flush=True)
-        most = 1e-5 if dtype == torch.float32 else 2 * apart["segments"]
+        half = dtype != torch.float32
+        what = "at most twice those of one by one" if half else "at most 1e-5"
+        most = 2 * apart["segments"] if half else 1e-5
         section.targets.append(
-            Target(f"{name}: gradients as exact as one by one", f"{apart['flex']:.1e} compared "
-                   f"with {apart['segments']:.1e}", apart["flex"] <= most)
-        )  # fmt: skip
+            Target(f"{name}: errors {what}", f"{apart['flex']:.1e}", apart["flex"] <= most)
+        )
     return section
 
 

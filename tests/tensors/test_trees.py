@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evenstep import MicroBatch
 from evenstep.errors import ConfigError, InputError
@@ -26,7 +27,16 @@ from evenstep.tensors import (
 )
 from tests.examples import examples
 from tests.forests import depth, divided, forest, micro_of
-from tests.internals import BACKENDS, Boundaries, Call, Segments, attend, refusal, varlen
+from tests.internals import (
+    BACKENDS,
+    Boundaries,
+    Call,
+    Segments,
+    attend,
+    choose,
+    refusal,
+    varlen,
+)
 
 SEEDS = st.integers(0, 10**6)
 IDS = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5, 6, 7], [9, 9]]
@@ -295,6 +305,26 @@ def test_a_tree_and_its_slots_alone_have_masks_of_their_own() -> None:
         expected = BACKENDS["segments"](Call(q, k, v, each))
         torch.testing.assert_close(BACKENDS["flex"](Call(q, k, v, each)), expected)
     assert len(bounds.kept["block_masks"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "expected"),
+    [
+        (torch.bfloat16, None, "varlen"),
+        (torch.bfloat16, 5.0, "flex"),
+        (torch.float32, None, "segments"),  # FlexAttention is slower in float32
+        (torch.float32, 5.0, "segments"),
+    ],
+)
+def test_the_fastest_backend_of_a_tree_is_chosen_on_cuda(
+    dtype: torch.dtype, softcap: float | None, expected: str
+) -> None:
+    ids = [[*range(600), answer] for answer in range(3)]
+    batch = Collator()(micro_of(ids, range(3)), [{"input_ids": each} for each in ids])
+    bounds = Boundaries.of(batch)
+    with FakeTensorMode():
+        q, k = (torch.empty(1, n, batch.width, 32, device="cuda", dtype=dtype) for n in (4, 2))
+        assert choose(Call(q, k, k, bounds, softcap=softcap)) == expected
 
 
 def test_keys_that_were_gathered_elsewhere_and_shards_are_refused() -> None:
