@@ -289,9 +289,9 @@ def test_answers_of_nemo_rl_share_their_prompt_instead_of_its_packer(tmp_path: P
     )
     assert not other.settings.stream.share_prefixes
     assert other.settings.recipe.layout == Packed(max_tokens=2048, packer=packer)
-    path.write_text(NEMO_ANSWERS.replace("8}", "1}"), encoding="utf-8")
+    path.write_text(NEMO_ANSWERS.replace("prompt: 8", "prompt: 1"), encoding="utf-8")
     single = load_file(path, dialect="nemo-rl")
-    assert single.settings.recipe == other.settings.recipe
+    assert single.settings == other.settings  # of log-probs too
     assert not any(packer in note for note in single.notes)
 
 
