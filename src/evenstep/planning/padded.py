@@ -166,7 +166,10 @@ class _Divider:
         return optimal_cuts(self.width, rows.rows, rows.starts, len(cheapest))
 
     def floor(self, count: int) -> float:
-        """No contiguous cut into `count` micro-batches per rank is faster."""
+        """No contiguous cut into `count` micro-batches per rank is faster.
+
+        Nor are other micro-batches, if every unit is one row: see `cut_times` of `core.bounds`.
+        """
         rows = self.rows
         costs = block_costs(rows, self.cheapest(count))
         empty = (count * self.ranks - len(costs)) * rows.empty
@@ -256,8 +259,9 @@ class _Divider:
         if n > FEW or self.ranks == 1:
             return best
         fixed = waves * problem.recipe.cost.per_micro_batch
-        # Few plans of more units reach their floor, which takes a while to compute.
-        floor = problem.floor(waves) if n <= TINY else problem.quick_floor(waves)
+        # Of groups and under further limits, the cheapest packs may not be contiguous.
+        simple = not len(problem.units.caps) and int(problem.units.size.max()) == 1
+        floor = self.floor(waves) if simple else problem.quick_floor(waves)
         goal = (floor - fixed) * EVEN
         proved = best.time - fixed <= goal
         if n <= TINY and not proved:
