@@ -122,14 +122,17 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     counts = [divider.fewest]
     if not layout.static:
         # Trainers fix the most micro-batches of a step: without a price, few more than needed, or
-        # as many as the greedy cut has.
+        # than the greedy cut has.
         priced = recipe.cost.per_micro_batch > 0 and len(problem.units) <= FEW
         more = {*more_counts(divider.fewest, recipe, 4 if priced else 2), divider.fewest_shared}
+        if len(problem.units) <= TINY:
+            more |= {*more_counts(divider.fewest_shared, recipe)}
         most = recipe.steps.micro_batches or max(more)
         counts += sorted(count for count in more if divider.fewest < count <= most)
     tried = [divider.at(counts[0])]
     for count in counts[1:]:
-        if divider.floor(count) < min(each.time for each in tried) * (1 - recipe.saving):
+        best = tried[first_worth([each.time for each in tried], recipe.saving)]
+        if divider.floor(count) < best.time * (1 - recipe.saving):
             tried.append(divider.at(count))
     least = min(each.time for each in tried)
     tried = [divider.exchanged(each) if each.time < least * _WORTH else each for each in tried]

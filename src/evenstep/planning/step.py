@@ -70,7 +70,7 @@ MOST = 2**17  # more waves than the fewest: up to 1 %, for twice the time
 # Times over the floor that are good enough:
 EVEN = 1 + 1e-9  # final
 NEARLY = 1.0005  # once per step: no other construction, no thorough exchanges
-CLOSE = 1.001  # no exchanges; in a step of one wave, no thorough ones
+CLOSE = 1.001  # no exchanges; in one wave or under further limits, no thorough ones
 NEAR = 1.002  # no further starts for thorough exchanges, and none at all in waves
 FAR = 1.0125  # unless few units are searched for more: no thorough exchanges, which take 2 ms
 # What is tried:
@@ -411,7 +411,8 @@ class _Search:
         problem, waves = self.problem, best.waves
         by_rank, units = problem.by_rank(waves), len(problem.units)
         enough = NEARLY if by_rank or self.eager else FAR
-        if by_rank and problem.recipe.sync_every == "micro_batch" and not self.eager:
+        one_wave = problem.recipe.sync_every == "micro_batch"
+        if by_rank and (one_wave or len(problem.units.caps)) and not self.eager:
             enough = CLOSE
         near = max(enough, NEAR)
         if self.eager or problem.rows > 1:  # several rows share what they wait
