@@ -464,7 +464,7 @@ def fill_empty(pack_of: IntArray, cost: FloatArray, shape: Shape, same_rank: boo
         first, step, count = empty // ranks * ranks, 1, ranks
         if same_rank:
             first, step, count = empty % ranks, ranks, waves
-        fullest = first
+        fullest = int(first)
         for pack in range(first, first + count * step, step):
             fullest = pack if number[pack] > number[fullest] else fullest
         if number[fullest] > 1:
