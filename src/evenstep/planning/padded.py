@@ -222,8 +222,9 @@ class _Divider:
         if self.ranks == 1:
             yield self._by_rank(cheapest, np.zeros(len(cheapest), np.int64))
             return
-        cuts = [self.fewest_slots(count), cheapest]
+        cuts = [cheapest]
         if self.problem.by_rank(count):
+            cuts = [self.fewest_slots(count), cheapest]
             for ends, rank_of in rank_sum_cuts(self.rows, self.ranks, count, cuts):
                 yield self._by_rank(ends, rank_of)
         else:
