@@ -81,7 +81,7 @@ def test_the_floor_holds_for_all_packs_of_a_few_samples(ranks: int) -> None:
 def test_units_behind_prefixes_cost_what_they_add() -> None:
     recipe = Recipe(layout=Packed(max_tokens=16), cost=Cost(per_token=1, per_pair=1))
     floor = StepFloor(recipe, np.array([4, 2]), behind=np.array([0, 3]))
-    assert floor.time() == 4 + 16 + 2 + (25 - 9)
+    assert floor.times(np.array([1]))[0][0] == 4 + 16 + 2 + (25 - 9)
 
 
 def test_stats_say_what_sharing_saves_and_what_is_repeated() -> None:

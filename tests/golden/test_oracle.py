@@ -6,7 +6,7 @@ from evenstep.errors import ConfigError
 from tests.golden.oracle import digest_of, plan_of, stored_cases, time_of
 
 CASES = stored_cases()
-SLOWER = 15
+SLOWER = 16
 
 
 @pytest.mark.parametrize("part", range(20))

@@ -481,8 +481,8 @@ class StepFloor:
 
     >>> from evenstep import Packed, Recipe, Topology
     >>> recipe = Recipe(layout=Packed(max_tokens=10), topology=Topology(dp=2))
-    >>> StepFloor(recipe, np.array([9, 6, 6])).time(per_rank=2)
-    15.0
+    >>> StepFloor(recipe, np.array([9, 6, 6])).times(np.array([2]))[0].tolist()
+    [15.0]
     """
 
     def __init__(
@@ -530,10 +530,6 @@ class StepFloor:
         self.mean = self.work.sum(axis=1) / recipe.topology.dp
         self.share = makespans(self.work, recipe.topology.dp)
         self.waves = self._in_waves(self.work)
-
-    def time(self, per_rank: int = 1) -> float:
-        """The least time of one step if each rank runs at least `per_rank` micro-batches."""
-        return float(self.times(np.array([per_rank]))[0][0])
 
     def times(self, per_rank: IntArray) -> tuple[FloatArray, list[str]]:
         """(the least time of each step, what binds); each rank runs at least `per_rank`."""

@@ -229,35 +229,29 @@ class BaseLayout:
             return math.inf
         return (recipe.limits.cost - recipe.cost.per_micro_batch) / self.packs_per_micro_batch
 
-    def shares(self, recipe: Recipe) -> dict[str, float]:
-        """What one pack may hold of each quantity that adds up over its segments, by name."""
-        packs, shares = self.packs_per_micro_batch, dict[str, float]()
-        if self.samples is not None:
-            shares["samples"] = self.samples // packs
-        if recipe.limits.cost is not None:
-            shares["cost"] = self.cost_share(recipe)
-        for name, most in recipe.limits.columns.items():
-            shares[f"columns.{name}"] = most // packs
-        if self.segments_per_row is None and recipe.capacity is not None:
-            shares["slots"] = recipe.capacity  # aligned slots add up in packed rows alone
-        return shares
-
-    def taken(
+    def shares(
         self,
         recipe: Recipe,
         aligned: IntArray,
         columns: Mapping[str, IntArray],
         behind: IntArray | None = None,
-    ) -> dict[str, NDArray[Any]]:
-        """What each segment takes of each share, by name; `columns` are per segment."""
-        taken: dict[str, NDArray[Any]] = {
-            "slots": aligned,
-            "samples": np.ones(len(aligned), np.int64),
-            **{f"columns.{name}": column for name, column in columns.items()},
-        }
+    ) -> dict[str, tuple[float, NDArray[Any]]]:
+        """(what one pack may hold, what each segment takes) of all that adds up, by name.
+
+        `columns` are per segment.
+        """
+        packs, shares = self.packs_per_micro_batch, dict[str, tuple[float, NDArray[Any]]]()
+        if self.samples is not None:
+            shares["samples"] = self.samples // packs, np.ones(len(aligned), np.int64)
         if recipe.limits.cost is not None:
-            taken["cost"] = self.segment_costs(recipe, aligned, behind)
-        return taken
+            costs = self.segment_costs(recipe, aligned, behind)
+            shares["cost"] = self.cost_share(recipe), costs
+        for name, most in recipe.limits.columns.items():
+            if name in columns:
+                shares[f"columns.{name}"] = most // packs, columns[name]
+        if self.segments_per_row is None and recipe.capacity is not None:
+            shares["slots"] = recipe.capacity, aligned  # add up in packed rows alone
+        return shares
 
     def measured(self, recipe: Recipe) -> frozenset[str]:
         """The shares that planning has in the size of a pack; the others are further limits.

@@ -209,12 +209,11 @@ class Floors:
         if plan.groups is not None and recipe.groups == "micro_batch":
             self.groups = plan.groups[sample]
         # What adds up over the segments of a pack: its limits, and what each segment takes of them.
-        shares = recipe.layout.shares(recipe)
         columns = {name: column[sample] for name, column in plan.columns.items()}
-        taken = recipe.layout.taken(recipe, self.aligned, columns, self.behind)
-        self.limits = [name for name in shares if name in taken]
-        self.caps = np.array([shares[name] for name in self.limits], np.float64)
-        self.taken = [taken[name] for name in self.limits]
+        shares = recipe.layout.shares(recipe, self.aligned, columns, self.behind)
+        self.limits = list(shares)
+        self.caps = np.array([most for most, _ in shares.values()], np.float64)
+        self.taken = [taken for _, taken in shares.values()]
 
     def of_step(self, step: int) -> Floor:
         """The floor of one step."""

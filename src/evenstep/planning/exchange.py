@@ -446,3 +446,33 @@ def search_all(
                 return found, True
             place -= 1
     return found, False
+
+
+@kernel
+def fill_empty(pack_of: IntArray, cost: FloatArray, shape: Shape, same_rank: bool) -> IntArray:
+    """The packs with the cheapest unit of the fullest pack in every empty one.
+
+    The fullest pack is one of the same rank, or of the same wave. Packs of one unit keep it.
+
+        packs of rank 0 in two waves hold [3, 1] and nothing -> [3] and [1]
+    """
+    ranks, waves, packed = shape.ranks, shape.waves, pack_of.copy()
+    number = np.bincount(pack_of, minlength=ranks * waves)
+    start = np.cumsum(number) - number
+    members = np.argsort(pack_of, kind="mergesort")  # of pack p from start[p] on
+    for empty in np.flatnonzero(number == 0):
+        first, step, count = empty // ranks * ranks, 1, ranks
+        if same_rank:
+            first, step, count = empty % ranks, ranks, waves
+        fullest = int(first)
+        for pack in range(first, first + count * step, step):
+            fullest = pack if number[pack] > number[fullest] else fullest
+        if number[fullest] > 1:
+            at = start[fullest]
+            for other in range(at, start[fullest] + number[fullest]):
+                at = other if cost[members[other]] < cost[members[at]] else at
+            packed[members[at]] = empty
+            number[fullest], number[empty] = number[fullest] - 1, 1
+            for other in range(at, start[fullest] + number[fullest]):
+                members[other] = members[other + 1]
+    return packed

@@ -122,14 +122,17 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     counts = [divider.fewest]
     if not layout.static:
         # Trainers fix the most micro-batches of a step: without a price, few more than needed, or
-        # as many as the greedy cut has.
+        # than the greedy cut has.
         priced = recipe.cost.per_micro_batch > 0 and len(problem.units) <= FEW
         more = {*more_counts(divider.fewest, recipe, 4 if priced else 2), divider.fewest_shared}
+        if len(problem.units) <= TINY:
+            more |= {*more_counts(divider.fewest_shared, recipe)}
         most = recipe.steps.micro_batches or max(more)
         counts += sorted(count for count in more if divider.fewest < count <= most)
     tried = [divider.at(counts[0])]
     for count in counts[1:]:
-        if divider.floor(count) < min(each.time for each in tried) * (1 - recipe.saving):
+        best = tried[first_worth([each.time for each in tried], recipe.saving)]
+        if divider.floor(count) < best.time * (1 - recipe.saving):
             tried.append(divider.at(count))
     least = min(each.time for each in tried)
     tried = [divider.exchanged(each) if each.time < least * _WORTH else each for each in tried]
@@ -166,7 +169,10 @@ class _Divider:
         return optimal_cuts(self.width, rows.rows, rows.starts, len(cheapest))
 
     def floor(self, count: int) -> float:
-        """No contiguous cut into `count` micro-batches per rank is faster."""
+        """No contiguous cut into `count` micro-batches per rank is faster.
+
+        Nor are other micro-batches, if every unit is one row: see `cut_times` of `core.bounds`.
+        """
         rows = self.rows
         costs = block_costs(rows, self.cheapest(count))
         empty = (count * self.ranks - len(costs)) * rows.empty
@@ -216,8 +222,9 @@ class _Divider:
         if self.ranks == 1:
             yield self._by_rank(cheapest, np.zeros(len(cheapest), np.int64))
             return
-        cuts = [self.fewest_slots(count), cheapest]
+        cuts = [cheapest]
         if self.problem.by_rank(count):
+            cuts = [self.fewest_slots(count), cheapest]
             for ends, rank_of in rank_sum_cuts(self.rows, self.ranks, count, cuts):
                 yield self._by_rank(ends, rank_of)
         else:
@@ -256,8 +263,9 @@ class _Divider:
         if n > FEW or self.ranks == 1:
             return best
         fixed = waves * problem.recipe.cost.per_micro_batch
-        # Few plans of more units reach their floor, which takes a while to compute.
-        floor = problem.floor(waves) if n <= TINY else problem.quick_floor(waves)
+        # Of groups and under further limits, the cheapest packs may not be contiguous.
+        simple = not len(problem.units.caps) and int(problem.units.size.max()) == 1
+        floor = self.floor(waves) if simple else problem.quick_floor(waves)
         goal = (floor - fixed) * EVEN
         proved = best.time - fixed <= goal
         if n <= TINY and not proved:

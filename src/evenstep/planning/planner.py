@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from evenstep.core.plan import Plan
 from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import IntArray, Segments, offsets_of, rounded_up, sum_by
-from evenstep.core.recipe import Recipe, Steps, check_recipe
+from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.errors import PlanError
 from evenstep.planning.inputs import (
     check_names,
@@ -246,7 +246,7 @@ class _Work:
 
         step_of = np.full(len(self.lengths), -1, np.int64)
         step_of[kept] = 0
-        if recipe.steps != Steps():
+        if recipe.steps.samples or recipe.steps.tokens or recipe.steps.micro_batches:
             step_of[kept] = assign_steps(recipe.steps, tokens[kept], groups, leading)
         return step_of
 

@@ -70,7 +70,7 @@ MOST = 2**17  # more waves than the fewest: up to 1 %, for twice the time
 # Times over the floor that are good enough:
 EVEN = 1 + 1e-9  # final
 NEARLY = 1.0005  # once per step: no other construction, no thorough exchanges
-CLOSE = 1.001  # no exchanges; in a step of one wave, no thorough ones
+CLOSE = 1.001  # no exchanges; in one wave or under further limits, no thorough ones
 NEAR = 1.002  # no further starts for thorough exchanges, and none at all in waves
 FAR = 1.0125  # unless few units are searched for more: no thorough exchanges, which take 2 ms
 # What is tried:
@@ -136,28 +136,22 @@ def _cut_layout(recipe: Recipe) -> Padded | None:
 
 
 def _packing_problem(units: Units, recipe: Recipe, aligned: IntArray) -> Problem:
-    """The problem of packing units by their slots, or by their number."""
-    units, capacity = _sized(units, recipe)
-    if int(units.count.max(initial=1)) > capacity and units.size is units.count:
-        raise PlanError(
-            f"a group has {units.count.max()} segments, but a micro-batch of this step, "
-            f"{units.widest.max()} slots wide, holds {capacity}. Raise layout.max_tokens or "
-            f"layout.samples, or set groups='step' or topology.variable_seq_lengths."
-        )
+    """The problem of packing units by their slots, or by their number if that limits a pack."""
+    widest = np.array([units.widest.max(initial=1)])
+    capacity, most = recipe.layout.pack_bounds(recipe, widest)
+    if capacity is None:
+        units, capacity = replace(units, size=units.count), int(most[0])
+        if int(units.count.max(initial=1)) > capacity:
+            raise PlanError(
+                f"a group has {units.count.max()} segments, but a micro-batch of this step, "
+                f"{widest[0]} slots wide, holds {capacity}. Raise layout.max_tokens or "
+                f"layout.samples, or set groups='step' or topology.variable_seq_lengths."
+            )
     if recipe.second_work is not None:
         first = float(recipe.cost.of_lengths(aligned).sum())
         scale = recipe.second_work.scale(first, float(units.second.sum()))
         units = replace(units, second=units.second * scale)
     return Problem(recipe, units, aligned, capacity)
-
-
-def _sized(units: Units, recipe: Recipe) -> tuple[Units, int]:
-    """(units with sizes in slots, or in segments if these limit a pack; what a pack holds)."""
-    widest = np.array([units.widest.max(initial=1)])
-    capacity, most = recipe.layout.pack_bounds(recipe, widest)
-    return (
-        (replace(units, size=units.count), int(most[0])) if capacity is None else (units, capacity)
-    )
 
 
 def _cut_by_rank(
@@ -224,12 +218,15 @@ def count_needed(units: Units, recipe: Recipe, packs: int) -> int:
     ranks need equally many. The balance makes no difference, except that "none" keeps the order.
     """
     ranks, rows = recipe.topology.dp, recipe.layout.packs_per_micro_batch
-    cut, packer = _cut_layout(recipe), recipe.layout.packer or BEST_FIT
+    cut, packer, sized, capacity = _cut_layout(recipe), recipe.layout.packer or BEST_FIT, units, 0
     if len(units) == 0:
         return 0
-    sized, capacity = _sized(units, recipe)
-    if cut is None and sized.size is sized.count and int(units.count.max()) > capacity:
-        return packs + len(units)  # a group does not fit at this width
+    if cut is None:
+        try:
+            problem = _packing_problem(units, recipe, units.widest)
+        except PlanError:
+            return packs + len(units)  # a group does not fit at this width
+        sized, capacity = problem.units, problem.capacity
     if recipe.balance == "none":
         return int(packs_in_order(units, recipe)[-1]) + 1
     if cut is not None and cut.cut == "greedy":
@@ -241,9 +238,9 @@ def count_needed(units: Units, recipe: Recipe, packs: int) -> int:
         return len(fill_bins(part, capacity, packer, recipe.seed, most)) if len(part) else 0
 
     if recipe.equal_sizes:
-        parts = _parts(sized if cut is None else units, ranks, "lpt")
+        parts = _parts(sized, ranks, "lpt")
         return ranks * rounded_up(max(count(part, packs // ranks) for part in parts), rows)
-    return count(sized if cut is None else units, packs)
+    return count(sized, packs)
 
 
 def packs_are_counted(recipe: Recipe) -> bool:
@@ -384,15 +381,6 @@ class _Search:
         # All counts are searched thoroughly, also those that begin slower.
         self.patient = self.eager or recipe.sync_every == "step" or recipe.saving == 0
 
-    def is_near(self, packing: Packing, share: float) -> bool:
-        """Whether a time needs no further search; closer to the floor where the search is eager.
-
-        So it is with several rows: they share what they wait, so that floors are closer.
-        """
-        close = self.eager or self.problem.rows > 1
-        share = min(share, NEAR) if close else share
-        return self.problem.is_within(packing.time, packing.waves, share)
-
     def quick(self, waves: int) -> Packing | None:
         """The fastest packs of the constructions; None if none fits."""
         problem, recipe = self.problem, self.problem.recipe
@@ -423,10 +411,14 @@ class _Search:
         problem, waves = self.problem, best.waves
         by_rank, units = problem.by_rank(waves), len(problem.units)
         enough = NEARLY if by_rank or self.eager else FAR
-        if by_rank and problem.recipe.sync_every == "micro_batch" and not self.eager:
+        one_wave = problem.recipe.sync_every == "micro_batch"
+        if by_rank and (one_wave or len(problem.units.caps)) and not self.eager:
             enough = CLOSE
+        near = max(enough, NEAR)
+        if self.eager or problem.rows > 1:  # several rows share what they wait
+            enough, near = min(enough, NEAR), NEAR
         dealt_evenly = by_rank and self.additive and problem.recipe.equal_sizes
-        if not self.exchanged or dealt_evenly or self.is_near(best, enough):
+        if not self.exchanged or dealt_evenly or problem.is_within(best.time, waves, enough):
             return best
         floor = problem.floor(waves)
         if units <= TINY and self.additive and not self.grouped and not problem.recipe.equal_sizes:
@@ -442,10 +434,9 @@ class _Search:
             if proved:
                 return best
         best = self.improved(best, THOROUGH, floor)
-        far = max(enough, NEAR)
-        if units <= FEW and not self.is_near(best, far):
+        if units <= FEW and not problem.is_within(best.time, waves, near):
             best = self.improved(best, ANYWHERE, floor)
-        if problem.kinds_matter or self.is_near(best, far):
+        if problem.kinds_matter or problem.is_within(best.time, waves, near):
             return best
         start = equal_ranks if problem.recipe.equal_sizes else filled
         other = faster(problem, None, start(problem, waves), waves)

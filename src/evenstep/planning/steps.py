@@ -37,7 +37,7 @@ def assign_steps(
     5 samples, 2 per step -> steps [0, 0, 1, 1, 2]
     """
     n = len(tokens)
-    if n == 0 or (steps.samples is None and steps.tokens is None and steps.micro_batches is None):
+    if n == 0:
         return np.zeros(n, np.int64)
     if groups is None:
         unit, size, weight = np.arange(n), np.ones(n, np.int64), tokens

@@ -35,13 +35,13 @@ from evenstep.core.ragged import (
 from evenstep.core.recipe import Recipe
 from evenstep.errors import ConfigError, InputError, PlanError
 from evenstep.planning.kernels import kernel
-from evenstep.planning.step import DecidedStep, decide_step, search_packs
-from evenstep.planning.units import Phases, Problem, Units
+from evenstep.planning.step import THOROUGH, DecidedStep, decide_step, search_packs
+from evenstep.planning.units import Problem, Units
 
 _COUNTED = 2**26  # packs x nodes up to which atoms change packs: their counts take 256 MiB
 _TRIES = 2_000  # of each of three phases of exchanges, from each start, and one per atom
 _STARTS, _FEW = 3, 256  # starts for few atoms, which even out less by themselves
-_EXCHANGES: Phases = ((7, 0.001, 3_000), (9, 0.0, 2_000))  # of pieces
+_MORE = 3  # times as many exchanges of pieces as of units
 _ROUNDING = 1 + 1e-12
 
 
@@ -381,7 +381,7 @@ def _search(forest: Forest, units: Units, recipe: Recipe, wanted: int | None) ->
         address, waves = search_packs(problem, wanted)
     except PlanError:
         return None
-    address = problem.exchange(address, waves, _EXCHANGES, problem.floor(waves))
+    address = problem.exchange(address, waves, THOROUGH, problem.floor(waves), times=_MORE)
     pack_of = address[piece]
     if waves * ranks * len(forest.start) <= _COUNTED:
         starts = _STARTS if len(atoms.cluster) <= _FEW else 1

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from evenstep.core.bounds import StepFloor, bins_bound
-from evenstep.core.measures import time_of_works
+from evenstep.core.measures import slowest
 from evenstep.core.ragged import (
     FloatArray,
     IntArray,
@@ -27,7 +27,7 @@ from evenstep.core.ragged import (
 )
 from evenstep.core.recipe import Overflow, Recipe
 from evenstep.errors import PlanError
-from evenstep.planning.exchange import Shape, exchange, search_all
+from evenstep.planning.exchange import Shape, exchange, fill_empty, search_all
 
 Phases: TypeAlias = tuple[tuple[int, float, int], ...]
 """Of each phase of exchanges: the norm as a power of two, looseness, tries."""
@@ -166,14 +166,14 @@ def units_of(
     if recipe.second_work is not None:
         column = columns[recipe.second_work.column][segments.sample]
         second = recipe.second_work.of_column(column)
+    per_segment = {name: column[segments.sample] for name, column in columns.items()}
+    shares = layout.shares(recipe, aligned, per_segment)
     measured = layout.measured(recipe)
-    shares = {name: most for name, most in layout.shares(recipe).items() if name not in measured}
-    taken = layout.taken(recipe, aligned, {k: v[segments.sample] for k, v in columns.items()})
-    extra = np.zeros((n, len(shares)))
-    for at, name in enumerate(shares):
-        extra[:, at] = taken[name]
-    caps = np.array(list(shares.values()), np.float64)
-    limits = tuple(shares)
+    limits = tuple(name for name in shares if name not in measured)
+    caps = np.array([shares[name][0] for name in limits], np.float64)
+    extra = np.zeros((n, len(limits)))
+    for at, name in enumerate(limits):
+        extra[:, at] = shares[name][1]
     if groups is None or recipe.groups != "micro_batch":
         one = np.ones(n, np.int64)
         return Units(np.arange(n), aligned, cost, second, one, aligned, extra, caps, limits)
@@ -268,6 +268,8 @@ class Problem:
         apart = second is not None and second.same_waves
         self.kinds_matter = apart and bool((units.second > 0).any())
         self._floors: dict[int, float] = {}
+        self._step_floor: StepFloor | None = None
+        self._least: float | None = None
 
     def holding(self, capacity: int) -> Problem:
         """The same problem with packs that hold `capacity`."""
@@ -331,7 +333,7 @@ class Problem:
 
     def time(self, works: list[FloatArray]) -> float:
         """The modelled time of a step with these works, each waves x ranks."""
-        return time_of_works([work.T for work in works], self.recipe.sync_every)
+        return float(sum(slowest(work.T, self.recipe.sync_every) for work in works))
 
     def works(self, address: IntArray, waves: int) -> list[FloatArray]:
         """The works of the micro-batches with units at these addresses, each waves x ranks."""
@@ -360,36 +362,33 @@ class Problem:
         sums = [sum_by(address // self.rows, work, waves * self.ranks) for work in works]
         return [load.reshape(waves, self.ranks) for load in sums]
 
-    @cached_property
-    def mean(self) -> float:
-        """The work of all units divided by the ranks: a floor that is quick to compute."""
-        shaped = self.recipe.layout.static or self.recipe.topology.equal_widths
-        cost = self.units.cost * (self.units.size if self.cut else 1)
-        cost = self.recipe.cost.of_lengths(self.aligned) if shaped else cost
-        return float(cost.sum() + self.units.second.sum()) / self.ranks
-
-    @cached_property
-    def _step_floor(self) -> StepFloor:
-        second = None if self.recipe.second_work is None else self.units.second
-        return StepFloor(self.recipe, self.aligned, self.units.of_segment, second)
-
     def floor(self, waves: int) -> float:
         """A lower bound on the time of a step with this many waves or more."""
+        if self._step_floor is None:
+            second = None if self.recipe.second_work is None else self.units.second
+            self._step_floor = StepFloor(self.recipe, self.aligned, self.units.of_segment, second)
         if waves not in self._floors:
-            self._floors[waves] = self._step_floor.time(waves)
+            self._floors[waves] = float(self._step_floor.times(np.array([waves]))[0][0])
         return self._floors[waves]
 
-    def is_within(self, time: float, waves: int, share: float) -> bool:
-        """Whether a time is at most `share` times the floor.
-
-        Near the mean it is, so that most steps never need the floor, which takes longer than to
-        form their packs.
-        """
-        return time <= self.quick_floor(waves) * share or time <= self.floor(waves) * share
-
     def quick_floor(self, waves: int) -> float:
-        """The mean of the ranks with what `waves` micro-batches cost; never above the floor."""
-        return self.mean + waves * self.recipe.cost.per_micro_batch
+        """The mean of the ranks or the most expensive unit, with what `waves` micro-batches cost.
+
+        Never above the floor, which takes longer to compute than to form packs.
+        """
+        if self._least is None:
+            units, recipe = self.units, self.recipe
+            cost = units.cost * (units.size if self.cut else 1)
+            if recipe.layout.static or recipe.topology.equal_widths:
+                cost = recipe.cost.of_lengths(self.aligned)
+            both = cost, units.second
+            mean = sum(float(work.sum()) for work in both) / self.ranks
+            self._least = max(mean, sum(float(work.max(initial=0)) for work in both))
+        return self._least + waves * self.recipe.cost.per_micro_batch
+
+    def is_within(self, time: float, waves: int, share: float) -> bool:
+        """Whether a time is at most `share` times the floor."""
+        return time <= self.quick_floor(waves) * share or time <= self.floor(waves) * share
 
     @cached_property
     def fewest_packs(self) -> int:
@@ -423,36 +422,17 @@ def faster(problem: Problem, best: Packing | None, address: IntArray, waves: int
 
 def without_empty(problem: Problem, best: Packing) -> Packing:
     """The packs with a unit in every empty one that its rank or wave can fill, if as fast."""
-    if best.waves > 1:
-        best = _fill_empty(problem, best, same_rank=True)
-    if not problem.recipe.equal_sizes:
-        best = _fill_empty(problem, best, same_rank=False)
-    return best
-
-
-def _fill_empty(problem: Problem, best: Packing, same_rank: bool) -> Packing:
-    """The packs with a unit of the same rank, or of the same wave, in every empty one."""
-    ranks, waves, address = problem.ranks, best.waves, best.address.copy()
-    number = np.bincount(address, minlength=waves * problem.per_wave)
+    number = np.bincount(best.address, minlength=best.waves * problem.per_wave)
     if number.min() > 0 or problem.rows > 1 or problem.kinds_matter:
         return best
-    # Only where a pack of the same rank or wave has a unit to spare.
-    by_wave = number.reshape(waves, ranks)
-    spare = np.broadcast_to(
-        by_wave.max(axis=0 if same_rank else 1, keepdims=True) > 1, by_wave.shape
-    )
-    for empty in np.flatnonzero((number == 0) & spare.ravel()):
-        first = empty // ranks * ranks
-        packs = np.arange(first, first + ranks)
-        if same_rank:
-            packs = np.arange(empty % ranks, ranks * waves, ranks)
-        fullest = packs[number[packs].argmax()]
-        if number[fullest] > 1:
-            members = np.flatnonzero(address == fullest)
-            address[members[problem.units.cost[members].argmin()]] = empty
-            number[fullest], number[empty] = number[fullest] - 1, 1
-    time = problem.time(problem.works(address, waves))
-    return Packing(address, waves, time) if time <= best.time * (1 + 1e-12) else best
+    by_wave = [False] if not problem.recipe.equal_sizes else []
+    for same_rank in [True, *by_wave] if best.waves > 1 else by_wave:
+        shape = problem.shape(best.waves, best.address)
+        address = fill_empty(best.address, problem.units.cost, shape, same_rank)
+        time = problem.time(problem.works(address, best.waves))
+        if time <= best.time * (1 + 1e-12):
+            best = Packing(address, best.waves, time)
+    return best
 
 
 def more_counts(fewest: int, recipe: Recipe, number: int = 2) -> list[int]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from evenstep.core.bounds import bins_bound
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, divided_up
-from evenstep.planning.kernels import kernel, rise, sink
+from evenstep.planning.kernels import kernel, sink
 from evenstep.planning.units import Units
 
 _SCORES = (1, 3, 2, 0)  # of `scored_fit_kernel`, the best on average first
@@ -274,15 +274,12 @@ def spread_kernel(taken: FloatArray, order: IntArray, caps: FloatArray, packs: i
     pack_of = np.empty(taken.shape[0], np.int64)
     used = np.zeros((packs, caps.shape[0]))
     full = np.zeros(packs)
-    heap = np.arange(packs)  # the emptiest at the root
-    count = packs
-    looked_at = np.empty(_LOOK, np.int64)
+    heap = np.arange(packs)  # the emptiest at the root, other empty ones near it
     for item in order:
-        # Take the emptiest packs off the heap until a few of them have room.
-        looks, choices = 0, 0
-        chosen, least = -1, np.inf
-        while count > 0 and looks < _LOOK and choices < _CHOICE:
-            pack = heap[0]
+        # The best of the first packs of the heap that have room.
+        chosen, least, choices = -1, np.inf, 0
+        for at in range(min(packs, _LOOK)):
+            pack = heap[at]
             fits, share = True, 0.0
             for d in range(caps.shape[0]):
                 total = used[pack, d] + taken[item, d]
@@ -292,20 +289,14 @@ def spread_kernel(taken: FloatArray, order: IntArray, caps: FloatArray, packs: i
             if fits or full[pack] == 0:
                 choices += 1
                 if share < least:
-                    chosen, least = pack, share
-            looked_at[looks] = pack
-            looks += 1
-            count -= 1
-            heap[0] = heap[count]
-            sink(heap, count, full, 0, True)
+                    chosen, least = at, share
+                if choices == _CHOICE:
+                    break
         if chosen < 0:
             return np.empty(0, np.int64)
-        # Put the item into the best of them, and all of them back.
-        pack_of[item] = chosen
-        used[chosen] += taken[item]
-        full[chosen] = least
-        for k in range(looks):
-            heap[count] = looked_at[k]
-            count += 1
-            rise(heap, count, full, True)
+        pack = heap[chosen]
+        pack_of[item] = pack
+        used[pack] += taken[item]
+        full[pack] = least
+        sink(heap, packs, full, chosen, True)
     return pack_of
