@@ -49,7 +49,7 @@ from evenstep.integrations.mixers import (
     registered_in,
     release,
 )
-from evenstep.integrations.probes import MixerSearch, Probe, carrying_lengths, probing
+from evenstep.integrations.probes import MixerSearch, Probe, carrying_lengths, choose_modes, probing
 from evenstep.tensors.batch import PER_SLOT, Batch
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import select_output
@@ -536,6 +536,7 @@ def _on_rows(model: Any, why: str) -> Support:
     kinds = sorted({class_of(module).__name__ for module in mixers_of(core).values()})
     if not kinds:
         return Support(False, why)
+    choose_modes(model)
     name = _implementation_of(model)
     return Support(True, f"{', '.join(kinds)} run on rows of one segment each", _cost_of(name))
 

@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from evenstep.core.layout import Packed
@@ -23,14 +24,17 @@ from evenstep.integrations.hf_arguments import core_of, hf_kwargs, text_config, 
 from evenstep.integrations.mixers import (
     Axes,
     Mixer,
+    Mode,
     class_of,
     equal_lengths,
     is_of_tokens,
     leaves_of,
+    mixers_of,
     registered_in,
     release,
     run_on_rows,
 )
+from evenstep.integrations.packed_kernels import CHUNK
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
@@ -206,6 +210,65 @@ class Probe:
             if values is not None:
                 return values
         raise ValueError("outputs without logits or last_hidden_state")
+
+    def gradient(self) -> Tensor:
+        """That of a sum of packed outputs in the embeddings of their tokens."""
+        batch = packed_row([self.sample(length) for length in self.lengths], _TAIL)
+        leaves: list[Tensor] = []
+
+        def cut(module: Any, args: Any, output: Tensor) -> Tensor:
+            leaves.append(output.detach().requires_grad_())
+            return leaves[-1]
+
+        hook = core_of(self.model).get_input_embeddings().register_forward_hook(cut)
+        try:
+            with torch.enable_grad():
+                outputs = self.run(hf_kwargs(batch.to(self.device), self.model))
+                outputs = outputs[:, : sum(self.lengths)].float()
+                weights = torch.arange(outputs.numel(), device=self.device).cos()
+                total = (outputs * weights.view_as(outputs)).sum()
+        finally:
+            hook.remove()
+        (gradient,) = torch.autograd.grad(total, leaves)
+        return gradient[0]
+
+
+def choose_modes(model: Any) -> None:
+    """Run mixers packed instead of on rows, where their outputs and gradients stay the same: with
+    their own kernels, given boundaries, or with ours. Classes that were registered stay on rows,
+    because small forwards do not show their state."""
+    by_kind: dict[str, list[Mixer]] = {}
+    for module in mixers_of(core_of(model)).values():
+        by_kind.setdefault(class_of(module).__name__, []).append(module._evenstep_mixer)
+    lengths = [2 * CHUNK + length for length in carrying_lengths(model)]
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+
+    def gradient() -> Tensor:
+        with probing(model):
+            return Probe(model, lengths).gradient()
+
+    def is_exact(mode: Mode) -> bool:
+        if Probe.reason_of(model, lengths) is not None:
+            return False
+        if sharded:  # whose backwards communicate
+            return mode == "kernels"
+        try:
+            probe = Probe(model, lengths)
+            return probe._distance([gradient()], [expected]) <= probe.close
+        except Exception:
+            return False
+
+    expected = torch.empty(0)
+    for kind, mixers in by_kind.items():
+        if kind in registered_in(model) or any(mixer.equal for mixer in mixers):
+            continue
+        if not sharded and not len(expected):
+            expected = gradient()
+        for mode in get_args(Mode):
+            for mixer in mixers:
+                mixer.mode = mode
+            if mode == "rows" or is_exact(mode):
+                break
 
 
 _COUNTED = re.compile(r"top_?k|budget|rate|ratio|chunk|block|stride|pool|ngram|kernel")
