@@ -133,7 +133,7 @@ class SegmentRows:
 
     def chunks(self, device: torch.device) -> Chunks:
         """All segments in chunks, for the delta rule."""
-        return chunks_of(self.begins, self.lengths, device)
+        return chunks_of(self.begins, self.lengths, self.rows * self.width, device)
 
     def spaced(self, device: torch.device, space: int) -> tuple[Tensor, int]:
         """Where slots are with empty places before each segment, and how many places there are."""
@@ -504,7 +504,7 @@ def _put_back(
             ]
         )
         packed = tokens.new_zeros((segments.rows * segments.width, *tokens.shape[1:]))
-        packed = packed.index_copy(0, slots, tokens)
+        packed = packed.index_copy_(0, slots, tokens)
         if axes.row is not None:
             packed = packed.unflatten(0, (segments.rows, segments.width))
             packed = packed.movedim((0, 1), (axes.row, axes.width[0]))

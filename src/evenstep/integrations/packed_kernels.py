@@ -26,18 +26,36 @@ CHUNK = 64
 
 
 class Chunks(NamedTuple):
-    """Chunks of segments, step after step."""
+    """Chunks of segments, step after step. What pads the last chunk of a segment is the first token
+    of the batch: no token sees it, and no chunk follows it."""
 
-    slots: Tensor  # (chunks, 64), of the flat batch; 0 in padding
+    slots: Tensor  # (chunks, 64), of the flat batch
     inside: Tensor  # (chunks, 64) bool
-    places: Tensor  # (tokens,) where the tokens are in (chunks * 64)
+    places: Tensor  # (slots,) where each slot is in (chunks * 64), 0 outside of segments
+    outside: Tensor | None  # (slots,) bool, if there are slots of no segment
     following: Tensor  # (chunks,) the next of the same segment, or itself
     continued: Tensor  # (chunks,) bool: whether there is a next one
     counts: list[int]  # chunks of each step
 
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """(rows, width, heads, ...) as (chunks, heads, 64, ...) in float32."""
+        rows = tensor.flatten(0, 1).index_select(0, self.slots.flatten())
+        rows = rows.unflatten(0, self.slots.shape).transpose(1, 2)
+        return rows.to(torch.float32, memory_format=torch.contiguous_format)
 
-def chunks_of(begins: Sequence[int], lengths: Sequence[int], device: torch.device) -> Chunks:
-    """The chunks of segments, from their first slots and lengths (above 0)."""
+    def put_back(self, chunked: Tensor, like: Tensor) -> Tensor:
+        """(chunks, heads, 64, ...) as (rows, width, heads, ...), zeros outside of segments."""
+        tokens = chunked.transpose(1, 2).to(like.dtype, memory_format=torch.contiguous_format)
+        flat = tokens.flatten(0, 1).index_select(0, self.places)
+        if self.outside is not None:
+            flat[self.outside] = 0
+        return flat.unflatten(0, like.shape[:2])
+
+
+def chunks_of(
+    begins: Sequence[int], lengths: Sequence[int], slots: int, device: torch.device
+) -> Chunks:
+    """The chunks of segments in a batch of so many slots, from their first slots and lengths."""
     order = sorted(range(len(lengths)), key=lambda k: -lengths[k])
     begin = torch.tensor([begins[k] for k in order])
     length = torch.tensor([lengths[k] for k in order])
@@ -48,11 +66,22 @@ def chunks_of(begins: Sequence[int], lengths: Sequence[int], device: torch.devic
     step, segment = active.nonzero(as_tuple=True)
     place = step[:, None] * CHUNK + torch.arange(CHUNK)
     inside = place < length[segment, None]
-    slots = torch.where(inside, begin[segment, None] + place, 0)
+    at = torch.where(inside, begin[segment, None] + place, 0)
+    places = torch.zeros(slots, dtype=torch.int64)
+    places[at[inside]] = inside.flatten().nonzero()[:, 0]
+    outside = torch.ones(slots, dtype=torch.bool)
+    outside[at[inside]] = False
     continued = step + 1 < numbers[segment]
     following = torch.arange(len(step)) + torch.where(continued, counts[step], 0)
-    tensors = (slots, inside, inside.flatten().nonzero()[:, 0], following, continued)
-    return Chunks(*(each.to(device) for each in tensors), counts.tolist())
+    return Chunks(
+        at.to(device),
+        inside.to(device),
+        places.to(device),
+        outside.to(device) if bool(outside.any()) else None,
+        following.to(device),
+        continued.to(device),
+        counts.tolist(),
+    )
 
 
 def delta_rule(
@@ -61,56 +90,71 @@ def delta_rule(
 ) -> Tensor:  # fmt: skip
     """The gated delta rule of (rows, width, heads, size) each, `decay` (a logarithm) and `beta`
     without a size; zeros in slots of no segment. With `normalized`, queries and keys have length 1.
-
-    Only the arguments are kept for the backward, which computes all else again.
     """
-
-    def run(*tensors: Tensor) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):
-            return _delta_rule(*tensors, chunks, normalized)
-
-    result: Tensor = _Recomputed.apply(run, query, key, value, decay, beta)
+    result: Tensor = _DeltaRule.apply(chunks, normalized, query, key, value, decay, beta)
     return result
 
 
-def _delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks,
-    normalized: bool,
-) -> Tensor:  # fmt: skip
-    def chunked(tensor: Tensor) -> Tensor:  # (chunks, heads, 64, ...) in float32
-        rows = tensor.flatten(0, 1).index_select(0, chunks.slots.flatten())
-        inside = chunks.inside.view(-1, *[1] * (rows.ndim - 1))
-        rows = torch.where(inside, rows, 0).unflatten(0, chunks.slots.shape)
-        return rows.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+class _DeltaRule(torch.autograd.Function):
+    """Keeps its arguments alone for the backward, which computes all else again."""
 
-    dtype, shape = query.dtype, value.shape
-    query, key, value, decay, beta = map(chunked, (query, key, value, decay, beta))
-    if normalized:
-        query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-    query = query * query.shape[-1] ** -0.5
-    # Within a chunk: what each token writes, if the state before the chunk were zero (`written`),
-    # and what it reads from that state and takes off (`read`).
-    total = decay.cumsum(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
-    key_beta, since = key * beta.unsqueeze(-1), total.exp().unsqueeze(-1)
-    right = torch.cat((value * beta.unsqueeze(-1), key_beta * since), -1)
-    system = (key_beta @ key.mT) * between
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    # From chunk to chunk: state -> carry @ state + update.
-    until = (total[..., -1:] - total).exp().unsqueeze(-1)
-    moved = (key * until).mT @ solved
-    update, taken = moved.split((value.shape[-1], key.shape[-1]), -1)
-    identity = torch.eye(key.shape[-1], device=key.device)
-    carry = identity * total[..., -1].exp()[..., None, None] - taken
-    states: Tensor = _States.apply(carry, update, chunks)
-    written, read = solved.split((value.shape[-1], key.shape[-1]), -1)
-    new = written - read @ states
-    result = (query * since) @ states + ((query @ key.mT) * between) @ new
-    tokens = result.transpose(1, 2).flatten(0, 1).index_select(0, chunks.places).to(dtype)
-    flat = tokens.new_zeros((shape[0] * shape[1], *tokens.shape[1:]))
-    slots = chunks.slots.flatten().index_select(0, chunks.places)
-    return flat.index_copy(0, slots, tokens).unflatten(0, shape[:2])
+    @staticmethod
+    def forward(ctx: Any, chunks: Chunks, normalized: bool, *tensors: Tensor) -> Tensor:
+        ctx.chunks, ctx.normalized = chunks, normalized
+        ctx.save_for_backward(*tensors)
+        chunked = _compute(chunks, normalized, *map(chunks.gathered, tensors))
+        return chunks.put_back(chunked, tensors[2])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        chunks: Chunks = ctx.chunks
+        tensors = ctx.saved_tensors  # once: a checkpoint hands them out and forgets them
+        chunked = [chunks.gathered(tensor).requires_grad_() for tensor in tensors]
+        with torch.enable_grad():
+            result = _compute(chunks, ctx.normalized, *chunked)
+        outer = chunks.gathered(gradient).mul_(chunks.inside[:, None, :, None])
+        gradients = torch.autograd.grad(result, chunked, outer)
+        return None, None, *map(chunks.put_back, gradients, tensors)
+
+
+def _compute(
+    chunks: Chunks, normalized: bool, query: Tensor, key: Tensor, value: Tensor, decay: Tensor,
+    beta: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gated delta rule of (chunks, heads, 64, ...). Factors of tokens are multiplied into the
+    64 x 64 products, which are smaller than queries and keys."""
+    with torch.autocast(query.device.type, enabled=False):
+        keys, queries = key @ key.mT, query @ key.mT
+        scale, length = torch.full_like(beta, query.shape[-1] ** -0.5), torch.ones_like(beta)
+        if normalized:
+            scale = scale * (torch.linalg.vector_norm(query, dim=-1).square() + 1e-6).rsqrt()
+            length = (keys.diagonal(dim1=-2, dim2=-1) + 1e-6).rsqrt()
+        total = decay.cumsum(-1)
+        later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
+        between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+        between = between * length.unsqueeze(-2)
+        # What each token of a chunk writes if the state before the chunk is zero, and what it takes
+        # off for what it reads from that state: two products with one inverse.
+        rate, since = beta * length, total.exp()
+        system = keys * between * rate.unsqueeze(-1)
+        identity = torch.eye(CHUNK, device=query.device).expand_as(system)
+        inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+        written = (inverse * beta.unsqueeze(-2)) @ value
+        taken = (inverse * (rate * since).unsqueeze(-2)) @ key
+        # From chunk to chunk, state -> carry @ state + update.
+        until = key * ((total[..., -1:] - total).exp() * length).unsqueeze(-1)
+        kept = torch.diag_embed(since[..., -1:].expand(*since.shape[:-1], key.shape[-1]))
+        carry = _subtract_product(kept, until.mT, taken)
+        states: Tensor = _States.apply(carry, until.mT @ written, chunks)
+        new = _subtract_product(written, taken, states)
+        seen = (queries * between * scale.unsqueeze(-1)) @ new
+        return torch.addcmul(seen, (scale * since).unsqueeze(-1), query @ states)
+
+
+def _subtract_product(tensor: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    flat = (each.flatten(0, 1) for each in (tensor, left, right))
+    return torch.baddbmm(*flat, alpha=-1).view_as(tensor)
 
 
 class _States(torch.autograd.Function):
@@ -155,30 +199,6 @@ def _steps(chunks: Chunks, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return [tensor.flatten(0, 1).split(sizes) for tensor in tensors]
 
 
-class _Recomputed(torch.autograd.Function):
-    """Calls a function of tensors, and again in the backward: nothing inside it is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(*tensors)
-        return run(*tensors)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        needed = ctx.needs_input_grad[1:]
-        tensors = [
-            tensor.detach().requires_grad_(needs)
-            for tensor, needs in zip(ctx.saved_tensors, needed, strict=True)
-        ]
-        with torch.enable_grad():
-            result = ctx.run(*tensors)
-        wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
-        gradients = iter(torch.autograd.grad(result, wanted, gradient))
-        return None, *(next(gradients) if needs else None for needs in needed)
-
-
 def spaced(begins: Sequence[int], lengths: Sequence[int], slots: int, space: int) -> Tensor:
     """(slots,) where each slot of the flat batch goes if every segment, and padding behind one,
     has `space` empty places in front.
@@ -195,6 +215,22 @@ def convolve(run: Callable[[Tensor], Tensor], inputs: Tensor, places: Tensor, en
     """A causal convolution of (rows, channels, width); `run` computes one of (1, channels, end).
     With as many zeros in front of each segment as it sees tokens, none sees another segment."""
     tokens = inputs.transpose(1, 2).flatten(0, 1)
-    wide = tokens.new_zeros((end, tokens.shape[1])).index_copy(0, places, tokens)
-    result = run(wide.T[None])[0].T.index_select(0, places)
+    wide = tokens.new_zeros((end, tokens.shape[1])).index_copy_(0, places, tokens)
+    result: Tensor = _Taken.apply(run(wide.T[None])[0].T, places)
     return result.unflatten(0, (inputs.shape[0], inputs.shape[2])).transpose(1, 2)
+
+
+class _Taken(torch.autograd.Function):
+    """`index_select` of places that differ: its backward copies, where that of torch adds."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.number = len(values)
+        return values.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (places,) = ctx.saved_tensors
+        wide = gradient.new_zeros((ctx.number, gradient.shape[1]))
+        return wide.index_copy_(0, places, gradient), None
