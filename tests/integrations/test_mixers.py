@@ -31,6 +31,7 @@ from tests.integrations.hybrids import (
     errors,
     hybrid,
     packed,
+    rounding,
     samples_of,
     together,
 )
@@ -65,7 +66,8 @@ def test_packed_segments_have_the_gradient_of_samples_alone(name: str) -> None:
     def holds(sizes: list[int], tail: int, seed: int) -> None:
         samples = samples_of(sizes, seed)
         if max(sizes) > 1:
-            assert errors(model, samples, packed(samples, tail)) <= LIMIT
+            limit = max(LIMIT, 4 * rounding(model, samples))
+            assert errors(model, samples, packed(samples, tail)) <= limit
 
     holds()
 

@@ -554,14 +554,12 @@ class MixerSize(NamedTuple):
     """What a token takes in a layer that carries state.
 
     weights    that it passes through
-    projected  numbers that projections make of it, convolutions aside
     convolved  numbers that a convolution makes of it
     inner      numbers that its kernel returns
     state      numbers of a segment's state
     """
 
     weights: int
-    projected: int = 0
     convolved: int = 0
     inner: int = 0
     state: int = 0
@@ -577,10 +575,10 @@ def _delta(config: ModelConfig) -> MixerSize:
     hidden, heads = _hidden(config), config.whole("linear_num_value_heads")
     key, value = config.whole("linear_key_head_dim"), config.whole("linear_value_head_dim")
     keys, values = config.whole("linear_num_key_heads") * key, heads * value
-    convolved, projected = 2 * keys + values, 2 * keys + 2 * values + 2 * heads
-    weights = hidden * projected + values * hidden
+    convolved = 2 * keys + values
+    weights = hidden * (convolved + 2 * values + 2 * heads)
     weights += convolved * config.whole("linear_conv_kernel_dim")
-    return MixerSize(weights, projected, convolved, values, heads * key * value)
+    return MixerSize(weights, convolved, values, heads * key * value)
 
 
 def _channels(config: ModelConfig) -> MixerSize:
@@ -591,7 +589,7 @@ def _channels(config: ModelConfig) -> MixerSize:
     inner, gates = heads * size, 2 * size  # gates of a low rank
     weights = hidden * (4 * inner + heads + gates) + gates * inner
     weights += 3 * inner * linear.whole("linear_conv_kernel_dim", "short_conv_kernel_size")
-    return MixerSize(weights, 5 * inner + heads, 3 * inner, inner, inner * size)
+    return MixerSize(weights, 3 * inner, inner, inner * size)
 
 
 def _mamba(config: ModelConfig) -> MixerSize:
@@ -606,7 +604,7 @@ def _mamba(config: ModelConfig) -> MixerSize:
     rank = automatic if config.fields.get(name) == "auto" else config.whole(name)
     convolution = inner * config.whole("mamba_d_conv", "conv_kernel")
     weights = 3 * hidden * inner + inner * (2 * rank + 2 * state) + convolution
-    return MixerSize(weights, 3 * inner + rank + 2 * state, inner, inner, inner * state)
+    return MixerSize(weights, inner, inner, inner * state)
 
 
 def _mamba2(config: ModelConfig) -> MixerSize:
@@ -622,14 +620,14 @@ def _mamba2(config: ModelConfig) -> MixerSize:
     convolved = inner + 2 * config.whole("mamba_n_groups", "n_groups") * state
     weights = hidden * (2 * inner + convolved + heads)
     weights += convolved * config.whole("mamba_d_conv", "conv_kernel")
-    return MixerSize(weights, inner + convolved + heads, convolved, inner, inner * state)
+    return MixerSize(weights, convolved, inner, inner * state)
 
 
 def _short_conv(config: ModelConfig) -> MixerSize:
     """Three projections, a short convolution and one more projection (LFM2)."""
     hidden = _hidden(config)
     weights = 4 * hidden * hidden + hidden * config.whole("conv_L_cache")
-    return MixerSize(weights, 3 * hidden, hidden, hidden)
+    return MixerSize(weights, hidden, hidden)
 
 
 _MIXERS = {
@@ -729,6 +727,11 @@ class ModelSize:
     moved    250 h + 70 (q + k) + 30 f  by kernels that are not matrix products, forward and
                                         backward
 
+    Layers that carry state have no queries and keys, but 4 c + 30 i kept and 350 (c + i) moved,
+    with c the numbers that are convolved and i those that the recurrence returns: what Evenstep's
+    kernels for the gated delta rule take. A layer that is only one of attention, recurrence and
+    feed-forward counts half of the norms.
+
     A norm of queries and keys keeps 6 and moves 108 bytes for each of their numbers. A gate of the
     feed-forward layer counts half of its bytes. Experts count as far as a token passes through
     them, and 6 h for each for the tokens that are sorted by expert.
@@ -746,7 +749,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, config: ModelConfig) -> ModelSize:
-        """The sizes of a configuration. Raises for layers whose memory is not known.
+        """The sizes of a configuration.
 
         >>> size = ModelSize.of(named_config("llama-3.2-1b"))
         >>> round(size.parameters / 1e9, 2), round(size.kept / 1e6, 2)
@@ -754,35 +757,40 @@ class ModelSize:
         """
         kind = kind_of(config.model_type)
         layers, hidden = _layers(config), _hidden(config)
-        if "mixer" in mixing_of(config, kind, layers):
-            raise ConfigError(
-                f"the memory of {config.model_type} layers without attention is not known. Use a "
-                f"model that attends in every layer."
-            )
         work, vocab = text_work(config), config.whole("vocab_size")
-        sparse = sparse_layers(config, kind, layers)
-        queries, keys = _widths(config, kind)
+        mixing, sparse = mixing_of(config, kind, layers), sparse_layers(config, kind, layers)
         tied = config.truth("tie_word_embeddings", config.model_type in _TIED)
         outside = (1 if tied else 2) * hidden * vocab
-        # Add up the layers: weights that no token passes through, bytes kept and bytes moved.
-        unused, kept, moved = 0.0, 0.0, 0.0
+        blocks = 1 if kind.alone else 2  # of a layer, each with a norm
+        # Add up the layers: weights that no token passes through, keys, bytes kept and moved.
+        unused, cached, kept, moved = 0.0, 0, 0.0, 0.0
         for layer in range(layers):
-            _, width, copies, rest = _feed_forward(config, kind, layer in sparse)
-            normed = queries + keys if config.model_type in _NORMED else 0
-            share = 1.0 if kind.gated else 0.5
-            kept += 16 * hidden + 4 * (queries + keys) + 6 * normed + 8 * share * width
-            moved += 250 * hidden + 70 * (queries + keys) + 108 * normed + 30 * share * width
-            kept, moved = kept + 6 * hidden * copies, moved + 18 * hidden * copies
-            unused += rest
+            kept, moved = kept + 8 * blocks * hidden, moved + 125 * blocks * hidden
+            if mixing[layer] in ("full", "window", "both"):
+                queries, keys = _widths(config, kind)
+                normed = queries + keys if config.model_type in _NORMED else 0
+                kept += 4 * (queries + keys) + 6 * normed
+                moved += 70 * (queries + keys) + 108 * normed
+                cached += 2 * keys
+            if mixing[layer] in ("mixer", "both"):
+                mixer = _MIXERS[kind.mixer](config)
+                kept += 4 * mixer.convolved + 30 * mixer.inner
+                moved += 350 * (mixer.convolved + mixer.inner)
+            if feeds_forward(kind, mixing[layer]):
+                _, width, copies, rest = _feed_forward(config, kind, layer in sparse)
+                share = 1.0 if kind.gated else 0.5
+                kept += 8 * share * width + 6 * hidden * copies
+                moved += 30 * share * width + 18 * hidden * copies
+                unused += rest
         head = hidden * vocab  # counted in the work
-        norms = (2 * layers + 1) * hidden
+        norms = (blocks * layers + 1) * hidden
         return cls(
             parameters=int(work.weights - head + outside + unused + norms),
             outside=outside,
             layers=layers,
             hidden=hidden,
             vocab=vocab,
-            keys=2 * keys * layers,
+            keys=cached,
             kept=kept,
             moved=moved,
             work=work,

@@ -124,11 +124,11 @@ class Probe:
                 others = [self.sample(len(s)) if k in changed else s for k, s in enumerate(samples)]
                 outputs = self._packed(others, with_boundaries)
                 kept = [k for k in range(len(samples)) if k not in changed]
-                moved = self._distance([outputs[k] for k in kept], [packed[k] for k in kept])
+                moved = self.distance([outputs[k] for k in kept], [packed[k] for k in kept])
                 if not moved <= self.exact:
                     return f"packed segments affect each other (outputs moved by {moved:.1e})"
             alone = [self.run({"input_ids": s[None].to(self.device)})[0] for s in samples]
-            moved = self._distance(packed, alone)
+            moved = self.distance(packed, alone)
             if not moved <= self.close:
                 return f"packed outputs differ from those of each sample alone (by {moved:.1e})"
         if traits.rope_indexer is not None and (why := self._still_positions(samples)):
@@ -150,7 +150,7 @@ class Probe:
             mask = torch.ones_like(tokens)  # which switches the search for boundaries off
             inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
             alone.append(self.run(inputs)[0])
-        moved = self._distance(packed, alone)
+        moved = self.distance(packed, alone)
         if not moved <= self.close:
             return f"it takes the positions of images for boundaries (outputs moved by {moved:.1e})"
         return None
@@ -172,11 +172,11 @@ class Probe:
                     return str(error).partition(". ")[0]
                 except Exception:  # the model refuses such tokens without an image
                     continue
-                if not self._distance([after], [before]) <= self.exact:
+                if not self.distance([after], [before]) <= self.exact:
                     return f"tokens with {name}={kind} see each other both ways"
         return None
 
-    def _distance(self, outputs: list[Tensor], expected: list[Tensor]) -> float:
+    def distance(self, outputs: list[Tensor], expected: list[Tensor]) -> float:
         """The largest difference, relative to the largest value. In half precision the largest
         median of a sample: rounding may send single tokens to other experts."""
         scale = max(float(e.abs().max()) for e in expected) or 1.0
@@ -239,36 +239,38 @@ def choose_modes(model: Any) -> None:
     because small forwards do not show their state."""
     by_kind: dict[str, list[Mixer]] = {}
     for module in mixers_of(core_of(model)).values():
-        by_kind.setdefault(class_of(module).__name__, []).append(module._evenstep_mixer)
+        kind = class_of(module).__name__
+        if not module._evenstep_mixer.equal and kind not in registered_in(model):
+            by_kind.setdefault(kind, []).append(module._evenstep_mixer)
     lengths = [2 * CHUNK + length for length in carrying_lengths(model)]
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-
-    def gradient() -> Tensor:
-        with probing(model):
-            return Probe(model, lengths).gradient()
-
-    def is_exact(mode: Mode) -> bool:
-        if Probe.reason_of(model, lengths) is not None:
-            return False
-        if sharded:  # whose backwards communicate
-            return mode == "kernels"
-        try:
-            probe = Probe(model, lengths)
-            return probe._distance([gradient()], [expected]) <= probe.close
-        except Exception:
-            return False
-
-    expected = torch.empty(0)
-    for kind, mixers in by_kind.items():
-        if kind in registered_in(model) or any(mixer.equal for mixer in mixers):
-            continue
-        if not sharded and not len(expected):
-            expected = gradient()
+    expected = _gradient_of(model, lengths) if by_kind else None
+    for mixers in by_kind.values():
         for mode in get_args(Mode):
             for mixer in mixers:
                 mixer.mode = mode
-            if mode == "rows" or is_exact(mode):
+            if mode == "rows":
                 break
+            if Probe.reason_of(model, lengths) is None:
+                gradient = None if expected is None else _gradient_of(model, lengths)
+                # Kernels whose backward fails on rows, or was not run, may be replaced by ours.
+                if gradient is None or expected is None:
+                    is_exact = mode == "kernels" and expected is None
+                else:
+                    probe = Probe(model, lengths)
+                    is_exact = probe.distance([gradient], [expected]) <= probe.close
+                if is_exact:
+                    break
+
+
+def _gradient_of(model: Any, lengths: Sequence[int]) -> Tensor | None:
+    """`Probe.gradient`; None if it raises, or if backwards of the model communicate."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return None
+    with probing(model):
+        try:
+            return Probe(model, lengths).gradient()
+        except Exception:
+            return None
 
 
 _COUNTED = re.compile(r"top_?k|budget|rate|ratio|chunk|block|stride|pool|ngram|kernel")
