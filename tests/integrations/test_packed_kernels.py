@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,10 +34,9 @@ def begins_of(lengths: list[int]) -> list[int]:
     return [sum(lengths[:k]) for k in range(len(lengths))]
 
 
-def recurrence(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, normalized: bool
-) -> Tensor:
+def recurrence(tensors: list[Tensor], normalized: bool) -> Tensor:
     """The gated delta rule of one segment, token after token."""
+    query, key, value, decay, beta = tensors
     if normalized:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
@@ -62,9 +62,16 @@ def drawn(tokens: int, seed: int, decay: float) -> list[Tensor]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(sizes, st.integers(0, 20), st.integers(0, 99), st.sampled_from([0.0, -5.0]), st.booleans())
+@given(
+    sizes,
+    st.integers(0, 20),
+    st.integers(0, 99),
+    st.sampled_from([0.0, -5.0]),
+    st.booleans(),
+    st.sampled_from([1, 8192]),
+)
 def test_the_delta_rule_is_that_of_each_segment(
-    lengths: list[int], tail: int, seed: int, decay: float, normalized: bool
+    lengths: list[int], tail: int, seed: int, decay: float, normalized: bool, at_once: int
 ) -> None:
     tokens, begins = sum(lengths) + tail, begins_of(lengths)
     tensors = [each.requires_grad_() for each in drawn(tokens, seed, decay)]
@@ -73,12 +80,14 @@ def test_the_delta_rule_is_that_of_each_segment(
         tensors[1] = (tensors[1] * 0.2).detach().requires_grad_()
     weights = torch.randn(1, tokens, 2, 12, generator=torch.Generator().manual_seed(seed))
 
-    result = packed_kernels.delta_rule(*tensors, chunks, normalized)
-    gradients = torch.autograd.grad((result * weights).sum(), tensors)
+    with mock.patch.object(packed_kernels, "AT_ONCE", at_once):
+        query, key, value, decays, beta = tensors
+        result = packed_kernels.delta_rule(query, key, value, decays, beta, chunks, normalized)
+        gradients = torch.autograd.grad((result * weights).sum(), tensors)
 
     doubles = [each.detach().double().requires_grad_() for each in tensors]
     parts = [
-        recurrence(*(each[0, b : b + n] for each in doubles), normalized)
+        recurrence([each[0, b : b + n] for each in doubles], normalized)
         for b, n in zip(begins, lengths, strict=True)
     ]
     expected = torch.cat((*parts, result.new_zeros((tail, 2, 12), dtype=torch.float64)))
@@ -159,7 +168,7 @@ def fast_convolution(
     return result
 
 
-class Wrong(torch.autograd.Function):
+class Wrong(torch.autograd.Function):  # type: ignore[misc]
     """Right forwards, wrong or failing backwards."""
 
     @staticmethod
@@ -280,9 +289,11 @@ def test_other_lengths_compile_nothing_and_only_mixers_break_graphs(name: str) -
         summed(forward(compiled, batch), batch.labels).backward()
         return len(graphs) - before
 
-    for lengths in ((70, 3, 40), (5, 100, 8), (1, 1, 60, 51), (30, 70)):  # the last is narrower
+    first: list[list[int]] = [[70, 3, 40], [5, 100, 8], [1, 1, 60, 51], [30, 70]]
+    later: list[list[int]] = [[64, 49], [10] * 12, [1, 120], [3, 3, 3, 90], [33] * 4]
+    for lengths in first:  # the last is narrower
         run(*lengths)
     assert graphs
-    for lengths in ((64, 49), (10,) * 12, (1, 120), (3, 3, 3, 90), (33,) * 4):
+    for lengths in later:
         assert run(*lengths) == 0
     assert all("_forward_on_rows" in reason for reason in counters["graph_break"])

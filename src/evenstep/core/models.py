@@ -515,20 +515,19 @@ def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> tuple[int, i
     if not sparse:
         width = _dense_width(config, kind)
         return (3 if kind.gated else 2) * hidden * width, width, 0, 0
-    sizes = ("shared_expert_intermediate_size", "shared_intermediate_size")
-    sizes += ("moe_shared_expert_intermediate_size",)
-    shared = config.whole(*sizes, default=0, least=0)
+    gated, plain = "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"
+    shared = config.whole(gated, plain, "shared_intermediate_size", default=0, least=0)
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     experts, chosen, width = config.whole(*names, least=0), 0, 0
     if experts:
         chosen = config.whole("num_experts_per_tok", "num_experts_per_token", "moe_k")
         width = config.whole("moe_intermediate_size", "intermediate_size")
-        names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-        if not config.has(sizes[-1]):
-            shared += width * config.whole(*names, default=0, least=0)
+        if not config.has(plain):
+            numbers = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+            shared += width * config.whole(*numbers, default=0, least=0)
     # The router scores every expert, and a shared one if that has a gate (Qwen2-MoE). Experts may
     # see fewer numbers of a token than there are between layers (Nemotron-H).
-    router = experts + (1 if config.has(sizes[0]) else 0)
+    router = experts + (1 if config.has(gated) else 0)
     matrices = 3 if kind.gated else 2
     latent = config.whole("moe_latent_size", default=hidden)
     visited = hidden * router + matrices * (latent * chosen * width + hidden * shared)
@@ -717,6 +716,7 @@ class ModelSize:
     kept        bytes per token that the backward needs
     moved       bytes per token that kernels other than matrix products read and write
     work        multiply-adds of a forward
+    stateful    whether layers carry state from token to token
 
     Bytes are in bfloat16, as autograd keeps them for decoders of Hugging Face with flash attention.
     Per token and layer, with h the hidden size, q and k the widths of queries and of keys, and f
@@ -727,7 +727,7 @@ class ModelSize:
     moved    250 h + 70 (q + k) + 30 f  by kernels that are not matrix products, forward and
                                         backward
 
-    Layers that carry state have no queries and keys, but 4 c + 30 i kept and 350 (c + i) moved,
+    Layers that carry state have no queries and keys, but 4 c + 30 i kept and 520 (c + i) moved,
     with c the numbers that are convolved and i those that the recurrence returns: what Evenstep's
     kernels for the gated delta rule take. A layer that is only one of attention, recurrence and
     feed-forward counts half of the norms.
@@ -746,6 +746,7 @@ class ModelSize:
     kept: float
     moved: float
     work: Work
+    stateful: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> ModelSize:
@@ -775,7 +776,7 @@ class ModelSize:
             if mixing[layer] in ("mixer", "both"):
                 mixer = _MIXERS[kind.mixer](config)
                 kept += 4 * mixer.convolved + 30 * mixer.inner
-                moved += 350 * (mixer.convolved + mixer.inner)
+                moved += 520 * (mixer.convolved + mixer.inner)
             if feeds_forward(kind, mixing[layer]):
                 _, width, copies, rest = _feed_forward(config, kind, layer in sparse)
                 share = 1.0 if kind.gated else 0.5
@@ -794,4 +795,5 @@ class ModelSize:
             kept=kept,
             moved=moved,
             work=work,
+            stateful=not {"mixer", "both"}.isdisjoint(mixing),
         )

@@ -125,7 +125,8 @@ class SegmentRows:
 
     def groups(self, device: torch.device, equal: bool, single: bool) -> list[Rows]:
         """All segments in groups of rows: without padding if `equal`, all in one if `single`."""
-        return self.once(SegmentRows._groups, device, equal, single)
+        groups: list[Rows] = self.once(SegmentRows._groups, device, equal, single)
+        return groups
 
     def _groups(self, device: torch.device, equal: bool, single: bool) -> list[Rows]:
         parts = row_groups(self.lengths, self.rows * self.width, equal, single)

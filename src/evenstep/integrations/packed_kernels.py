@@ -15,7 +15,7 @@ last chunk of each:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 64
+AT_ONCE = 8192
+"""Chunks times heads that are computed together, at least one head: it bounds the memory."""
 
 
 class Chunks(NamedTuple):
@@ -95,27 +97,39 @@ def delta_rule(
     return result
 
 
-class _DeltaRule(torch.autograd.Function):
+class _DeltaRule(torch.autograd.Function):  # type: ignore[misc]
     """Keeps its arguments alone for the backward, which computes all else again."""
 
     @staticmethod
     def forward(ctx: Any, chunks: Chunks, normalized: bool, *tensors: Tensor) -> Tensor:
         ctx.chunks, ctx.normalized = chunks, normalized
         ctx.save_for_backward(*tensors)
-        chunked = _compute(chunks, normalized, *map(chunks.gathered, tensors))
-        return chunks.put_back(chunked, tensors[2])
+        parts = []
+        for heads in _parts_of_heads(chunks, *tensors):
+            result = _compute(chunks, normalized, *map(chunks.gathered, heads))
+            parts.append(chunks.put_back(result, heads[2]))
+        return torch.cat(parts, 2)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> Any:
         chunks: Chunks = ctx.chunks
         tensors = ctx.saved_tensors  # once: a checkpoint hands them out and forgets them
-        chunked = [chunks.gathered(tensor).requires_grad_() for tensor in tensors]
-        with torch.enable_grad():
-            result = _compute(chunks, ctx.normalized, *chunked)
-        outer = chunks.gathered(gradient).mul_(chunks.inside[:, None, :, None])
-        gradients = torch.autograd.grad(result, chunked, outer)
-        return None, None, *map(chunks.put_back, gradients, tensors)
+        parts = []
+        for outer, *heads in _parts_of_heads(chunks, gradient, *tensors):
+            chunked = [chunks.gathered(tensor).requires_grad_() for tensor in heads]
+            with torch.enable_grad():
+                result = _compute(chunks, ctx.normalized, *chunked)
+            weights = chunks.gathered(outer).mul_(chunks.inside[:, None, :, None])
+            gradients = torch.autograd.grad(result, chunked, weights)
+            parts.append(list(map(chunks.put_back, gradients, heads)))
+        return None, None, *(torch.cat(each, 2) for each in zip(*parts, strict=True))
+
+
+def _parts_of_heads(chunks: Chunks, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """(rows, width, heads, ...) each, some heads at a time."""
+    size = max(1, AT_ONCE // len(chunks.slots))
+    return zip(*(tensor.split(size, 2) for tensor in tensors), strict=True)
 
 
 def _compute(
@@ -157,7 +171,7 @@ def _subtract_product(tensor: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return torch.baddbmm(*flat, alpha=-1).view_as(tensor)
 
 
-class _States(torch.autograd.Function):
+class _States(torch.autograd.Function):  # type: ignore[misc]
     """The states before all chunks, zeros before the first of each segment."""
 
     @staticmethod
@@ -220,7 +234,7 @@ def convolve(run: Callable[[Tensor], Tensor], inputs: Tensor, places: Tensor, en
     return result.unflatten(0, (inputs.shape[0], inputs.shape[2])).transpose(1, 2)
 
 
-class _Taken(torch.autograd.Function):
+class _Taken(torch.autograd.Function):  # type: ignore[misc]
     """`index_select` of places that differ: its backward copies, where that of torch adds."""
 
     @staticmethod
