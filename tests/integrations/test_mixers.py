@@ -478,6 +478,27 @@ def test_a_base_model_called_by_itself_runs_on_rows() -> None:
     assert torch.allclose(states, torch.cat(one_by_one, 1), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_base_model_trains_by_itself_with_checkpoints(name: str, reentrant: bool) -> None:
+    model = hybrid(name).train()
+    tokens = samples_of((70,))[0]["input_ids"][None]
+    model.enable_input_require_grads()
+
+    def gradient() -> Tensor:
+        states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        model.zero_grad()
+        states.square().sum().backward()
+        weight: Tensor = model.get_input_embeddings().weight.grad
+        return weight.clone()
+
+    expected = gradient()
+    assert supports_packing(model).safe
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+    assert torch.allclose(gradient(), expected, rtol=1e-5)
+
+
 def test_a_forward_in_a_backward_has_its_own_boundaries() -> None:
     model = hybrid("nemotron_h")
     first, second = samples_of((5, 23, 12)), samples_of((20, 3, 17))

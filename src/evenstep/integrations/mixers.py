@@ -308,7 +308,11 @@ def _enter_layer(
         entered: tuple[Any, dict[str, Any]] = _enter_model(module, args, kwargs)
         return entered
     frame = _frame_of(args, kwargs)
-    if frame is None:
+    if frame is None and _backward() == _NOT:  # called by itself, without boundaries
+        _forget()
+        _push(None, _NOT)
+        _remember(None, args, kwargs)
+    elif frame is None:
         _push(None, _UNKNOWN)
     else:
         _push(frame.segments, frame.backward)
