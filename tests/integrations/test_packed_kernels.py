@@ -226,6 +226,13 @@ def test_fast_kernels_get_boundaries_if_outputs_and_gradients_are_exact(
         assert kwargs["seq_idx"].unique_consecutive().tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_leak_of_few_tokens_is_seen_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", leaking)
+    assert modes_of(hybrid("lfm2").bfloat16()) == {"kernels"}
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", fast_convolution)
+    assert modes_of(hybrid("lfm2").bfloat16()) == {"keywords"}
+
+
 def _recorded(kernel: Callable[..., Tensor], seen: list[Any]) -> Callable[..., Tensor]:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         seen.append(kwargs)

@@ -49,7 +49,7 @@ from evenstep.integrations.mixers import (
     registered_in,
     release,
 )
-from evenstep.integrations.probes import MixerSearch, Probe, carrying_lengths, choose_modes, probing
+from evenstep.integrations.probes import MixerSearch, Probe, carrying_lengths, probing
 from evenstep.tensors.batch import PER_SLOT, Batch
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import select_output
@@ -523,7 +523,8 @@ def _on_rows(model: Any, why: str) -> Support:
     core = core_of(model)
     with probing(model):
         try:
-            reason = MixerSearch(model).run()
+            search = MixerSearch(model)
+            reason = search.run()
         except ConfigError as error:
             reason = str(error).partition(". ")[0]
         except Exception as error:
@@ -535,7 +536,7 @@ def _on_rows(model: Any, why: str) -> Support:
         return Support(False, reason)
     if not mixers_of(core):
         return Support(False, why)
-    choose_modes(model)
+    search.choose_modes()
     kinds: dict[bool, set[str]] = {}
     for module in mixers_of(core).values():
         on_rows = module._evenstep_mixer.mode == "rows"

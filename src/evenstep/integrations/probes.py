@@ -233,46 +233,6 @@ class Probe:
         return gradient[0]
 
 
-def choose_modes(model: Any) -> None:
-    """Run mixers packed instead of on rows, where their outputs and gradients stay the same: with
-    their own kernels, given boundaries, or with ours. Classes that were registered stay on rows,
-    because small forwards do not show their state."""
-    by_kind: dict[str, list[Mixer]] = {}
-    for module in mixers_of(core_of(model)).values():
-        kind = class_of(module).__name__
-        if not module._evenstep_mixer.equal and kind not in registered_in(model):
-            by_kind.setdefault(kind, []).append(module._evenstep_mixer)
-    lengths = [2 * CHUNK + length for length in carrying_lengths(model)]
-    expected = _gradient_of(model, lengths) if by_kind else None
-    for mixers in by_kind.values():
-        for mode in get_args(Mode):
-            for mixer in mixers:
-                mixer.mode = mode
-            if mode == "rows":
-                break
-            if Probe.reason_of(model, lengths) is None:
-                gradient = None if expected is None else _gradient_of(model, lengths)
-                # Kernels whose backward fails on rows, or was not run, may be replaced by ours.
-                if gradient is None or expected is None:
-                    is_exact = mode == "kernels" and expected is None
-                else:
-                    probe = Probe(model, lengths)
-                    is_exact = probe.distance([gradient], [expected]) <= probe.close
-                if is_exact:
-                    break
-
-
-def _gradient_of(model: Any, lengths: Sequence[int]) -> Tensor | None:
-    """`Probe.gradient`; None if it raises, or if backwards of the model communicate."""
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return None
-    with probing(model):
-        try:
-            return Probe(model, lengths).gradient()
-        except Exception:
-            return None
-
-
 _COUNTED = re.compile(r"top_?k|budget|rate|ratio|chunk|block|stride|pool|ngram|kernel")
 """Names of fields of a config after so many tokens of which layers may do something else."""
 _MOST_COUNTED = 2048
@@ -326,9 +286,11 @@ class MixerSearch:
         release(self.core)
         self.probe = Probe(model, carrying_lengths(model))
         self.lengths = self.probe.lengths
+        self.long = [2 * CHUNK + length for length in self.lengths]  # of several chunks
         sizes = {size for parameter in model.parameters() for size in parameter.shape}
         self.tail = next(n for n in range(3, 4096) if sum(self.lengths) + n not in sizes)
         self.samples = [self.probe.sample(length) for length in self.lengths]
+        self.others = [self.probe.sample(len(self.samples[0])), *self.samples[1:]]
         # Modules as they are, without boundaries, which some refuse.
         self.calls = self._calls(self.samples, with_boundaries=False)
         self.longer = self._calls([*self.samples, self.samples[0]], with_boundaries=False)
@@ -339,13 +301,12 @@ class MixerSearch:
 
     def run(self) -> str | None:
         """Wrap all mixers; why they cannot be found, else None."""
-        other = [self.probe.sample(len(self.samples[0])), *self.samples[1:]]
         last: set[str] = set()
         for _ in range(24):
             self._wrap()
             kinds = self._selecting() - self.kinds
             try:
-                leak = None if kinds else self._leak(self._calls(self.samples), self._calls(other))
+                leak = None if kinds else self._leak()
             except _RefusedError as error:
                 if not self._runs():  # so it was not the boundaries
                     if not last:
@@ -363,6 +324,51 @@ class MixerSearch:
                 return None
             last, self.kinds = kinds, self.kinds | kinds
         return "too many kinds of its layers carry state between segments"
+
+    def choose_modes(self) -> None:
+        """Run mixers packed instead of on rows, where their outputs and gradients stay the same:
+        with their own kernels, given boundaries, or with ours. Classes that were registered stay on
+        rows, because small forwards do not show their state."""
+        by_kind: dict[str, list[Mixer]] = {}
+        for module in mixers_of(self.core).values():
+            kind = class_of(module).__name__
+            if not module._evenstep_mixer.equal and kind not in registered_in(self.core):
+                by_kind.setdefault(kind, []).append(module._evenstep_mixer)
+        expected = self._gradient() if by_kind else None
+        for mixers in by_kind.values():
+            for mode in get_args(Mode):
+                for mixer in mixers:
+                    mixer.mode = mode
+                if mode == "rows" or self._is_exact(mode, expected):
+                    break
+
+    def _is_exact(self, mode: Mode, expected: Tensor | None) -> bool:
+        """Whether nothing leaks, and outputs and gradients are those of rows."""
+        with probing(self.model):
+            try:
+                if self._leak() is not None:
+                    return False
+            except Exception:
+                return False
+        if Probe.reason_of(self.model, self.long) is not None:
+            return False
+        # Kernels whose backward fails on rows, or was not run, may be replaced by ours.
+        if expected is None:
+            return mode == "kernels"
+        gradient = self._gradient()
+        return gradient is not None and (
+            self.probe.distance([gradient], [expected]) <= self.probe.close
+        )
+
+    def _gradient(self) -> Tensor | None:
+        """`Probe.gradient`; None if it raises, or if backwards of the model communicate."""
+        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
+            return None
+        with probing(self.model):
+            try:
+                return Probe(self.model, self.long).gradient()
+            except Exception:
+                return None
 
     def _runs(self) -> bool:
         try:
@@ -399,8 +405,9 @@ class MixerSearch:
                 mixer.equal |= call.kind in selecting or equal_lengths(call.kind)
         run_on_rows(self.core, mixers)
 
-    def _leak(self, before: list[_Call], after: list[_Call]) -> _Call | None:
+    def _leak(self) -> _Call | None:
         """The first call whose results at other segments changed and whose inputs did not."""
+        before, after = self._calls(self.samples), self._calls(self.others)
         first, end = self.lengths[0], sum(self.lengths)
 
         def moved(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
