@@ -97,6 +97,20 @@ def test_the_delta_rule_is_that_of_each_segment(
         assert off <= 4e-6 * max(1.0, float(other.detach().abs().max()))
 
 
+def test_what_is_not_finite_stays_in_its_segment() -> None:
+    lengths = [3, 70, 5]
+    tensors = [each.requires_grad_() for each in drawn(78, 0, 0.0)]
+    query, key, value, decays, beta = (each.clone() for each in tensors)
+    key[:, 0] = torch.nan
+    chunks = packed_kernels.chunks_of(begins_of(lengths), lengths, 78, CPU)
+
+    result = packed_kernels.delta_rule(query, key, value, decays, beta, chunks, True)
+    gradients = torch.autograd.grad(result[:, 3:].sum(), (query, key, value, decays, beta))
+
+    assert bool(result[:, :3].isnan().any())
+    assert all(bool(each[:, 3:].isfinite().all()) for each in (result, *gradients))
+
+
 @given(sizes, st.integers(0, 9), st.integers(1, 5), st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
 def test_a_convolution_is_that_of_each_segment(

@@ -28,8 +28,8 @@ AT_ONCE = 8192
 
 
 class Chunks(NamedTuple):
-    """Chunks of segments, step after step. What pads the last chunk of a segment is the first token
-    of the batch: no token sees it, and no chunk follows it."""
+    """Chunks of segments, step after step. The last chunk of a segment is padded with the first
+    token of the segment: no token sees it there, and no chunk follows it."""
 
     slots: Tensor  # (chunks, 64), of the flat batch
     inside: Tensor  # (chunks, 64) bool
@@ -68,7 +68,7 @@ def chunks_of(
     step, segment = active.nonzero(as_tuple=True)
     place = step[:, None] * CHUNK + torch.arange(CHUNK)
     inside = place < length[segment, None]
-    at = torch.where(inside, begin[segment, None] + place, 0)
+    at = torch.where(inside, begin[segment, None] + place, begin[segment, None])
     places = torch.zeros(slots, dtype=torch.int64)
     places[at[inside]] = inside.flatten().nonzero()[:, 0]
     outside = torch.ones(slots, dtype=torch.bool)
