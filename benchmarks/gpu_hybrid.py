@@ -4,9 +4,10 @@
     python benchmarks/gpu_hybrid.py --device cpu --quick   a small version, writes nothing
 
 A Qwen3-Next shape with dense feed-forward layers and random weights. Three of four layers carry
-state; packed, they run on rows of one segment each. Every row runs the same samples forward and
-backward through `Runner`, with the same kernels. A row that fails is reported with its error, and
-the others run. Results are written after each.
+state. Every row runs the same samples forward and backward through `Runner`, with the kernels of
+`evenstep.integrations.packed_kernels`, which also skip the padding of padded rows, or with the
+reference kernels of transformers; packed, those run on rows of one segment each. A row that fails
+is reported with its error, and the others run. Results are written after each.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -35,13 +34,13 @@ from benchmarks import tables
 from benchmarks.models import HALF, Setup, draw_lengths, first_line, loss_of, make_batches
 from benchmarks.tables import Section, Table, Target
 from evenstep import Packed, Padded, Recipe
-from evenstep.integrations import mixers
 from evenstep.integrations.hf_attention import use_attention
-from evenstep.integrations.huggingface import hf_forward, supports_packing
+from evenstep.integrations.huggingface import hf_forward, support_of
+from evenstep.integrations.mixers import Mode, mixers_of, row_groups
 from evenstep.train.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[1]
-LATE = 240.0
+LATE = 215.0
 """Seconds since the beginning after which no further row starts."""
 OVER_RANDOM, OVER_DYNAMIC = 2.5, 1.1
 """Targets: times the tokens per second of random batches of 4, and of dynamic ones."""
@@ -76,28 +75,33 @@ class Row:
 
     name: str
     recipe: Recipe
-    attention: str = "evenstep"
+    mode: Mode = "kernels"  # those of Evenstep; "rows" for those of transformers
     checkpointed: bool = False  # layers are computed again in the backward
-    step_slots: int = mixers.STEP_SLOTS
+
+    @property
+    def kernels(self) -> str:
+        return "evenstep" if self.mode == "kernels" else "transformers"
+
+
+FOUR = "random batches of 4"
 
 
 def rows_of(setup: Setup, budget: int) -> list[Row]:
     four = Recipe(layout=Padded(samples=4), balance="none")
-    dynamic = Recipe(layout=Padded(max_tokens=budget))
-    packed = Recipe(layout=Packed(max_tokens=budget))
-    wide = 4 * budget
+    packed, dynamic = (Recipe(layout=kind(max_tokens=budget)) for kind in (Packed, Padded))
+    wide, padded = (Recipe(layout=kind(max_tokens=4 * budget)) for kind in (Packed, Padded))
     rows = [
         Row("packed", packed),
-        Row("dynamic, padded", dynamic),
-        Row("random batches of 4, padded", four),
-        Row("packed, checkpointed", Recipe(layout=Packed(max_tokens=wide)), checkpointed=True),
-        Row("dynamic, checkpointed", Recipe(layout=Padded(max_tokens=wide)), checkpointed=True),
-        Row("random batches of 4, checkpointed", four, checkpointed=True),
-        Row("packed, few groups", packed, step_slots=32),
-        Row("packed, many groups", packed, step_slots=1),
-        Row("dynamic, padded", dynamic, attention="sdpa"),
+        Row("dynamic", dynamic),
+        Row("dynamic", dynamic, "rows"),
+        Row(FOUR, four),
+        Row("packed, checkpointed", wide, checkpointed=True),
+        Row("dynamic, checkpointed", padded, checkpointed=True),
+        Row(FOUR, four, "rows"),
+        Row("packed", packed, "rows"),
+        Row(f"{FOUR}, checkpointed", four, checkpointed=True),
     ]
-    return rows[:4] if setup.quick else rows
+    return rows[:5] if setup.quick else rows
 
 
 def build(shape: dict[str, Any], setup: Setup) -> Any:
@@ -111,7 +115,9 @@ def build(shape: dict[str, Any], setup: Setup) -> Any:
 
 
 def padding_of(batches: list[Any], row: Row) -> float:
-    """Slots that mixers run over those of tokens, of packed rows."""
+    """Slots that the delta rule runs over those of tokens."""
+    if row.mode == "kernels":
+        return 1.0
     slots = tokens = 0
     for batch in batches:
         lengths = batch.seqlens[batch.seqlens > 0].tolist()
@@ -119,63 +125,59 @@ def padding_of(batches: list[Any], row: Row) -> float:
         if isinstance(row.recipe.layout, Padded):
             slots += batch.rows * batch.width
             continue
-        with mock.patch.object(mixers, "STEP_SLOTS", row.step_slots):
-            groups = mixers.row_groups(lengths, batch.rows * batch.width)
+        groups = row_groups(lengths, batch.rows * batch.width)
         slots += sum(len(group) * max(lengths[k] for k in group) for group in groups)
     return slots / tokens
 
 
 def measure(row: Row, model: Any, lengths: list[int], setup: Setup) -> list[Any]:
-    """Micro-batches, tokens, slots of mixers over tokens, seconds and thousand tokens per second
-    of one pass over the samples."""
+    """Micro-batches, tokens, slots over tokens of the model and of the delta rule, seconds and
+    thousand tokens per second of one pass over the samples."""
     batches = make_batches(lengths, row.recipe, model.config.vocab_size)
-    if row.attention == "evenstep":
-        use_attention(model)
-    else:
-        model.set_attn_implementation(row.attention)
+    support_of(model)
+    for module in mixers_of(model).values():
+        module._evenstep_mixer.mode = row.mode
     if row.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_disable()
     forward = hf_forward(model, outputs="hidden")
     runner = Runner(model=model, loss=loss_of(model), forward=forward, device=setup.device)
-    with mock.patch.object(mixers, "STEP_SLOTS", row.step_slots):
-        model.zero_grad()
-        runner.run([max(batches, key=lambda batch: batch.rows * batch.width)])
-        model.zero_grad()
-        setup.wait()
-        begin = time.perf_counter()
-        runner.run(batches)
-        setup.wait()
-        seconds = time.perf_counter() - begin
-    return [
-        len(batches), sum(lengths), padding_of(batches, row), seconds, sum(lengths) / seconds / 1e3
-    ]  # fmt: skip
+    model.zero_grad()
+    runner.run([max(batches, key=lambda batch: batch.rows * batch.width)])
+    model.zero_grad()
+    setup.wait()
+    begin = time.perf_counter()
+    runner.run(batches)
+    setup.wait()
+    seconds, tokens = time.perf_counter() - begin, sum(lengths)
+    slots = sum(batch.rows * batch.width for batch in batches) / tokens
+    rate = tokens / seconds / 1e3
+    return [len(batches), tokens, slots, padding_of(batches, row), seconds, rate]
 
 
 def speed(setup: Setup, budget: int, save: Any) -> Section:
     """Tokens per second of the hybrid model in every layout."""
     lengths = draw_lengths(*((8, 20, 40) if setup.quick else (256, 1182, 8192)))
     model = build(TINY if setup.quick else SHAPE, setup)
+    use_attention(model)
     count = sum(parameter.numel() for parameter in model.parameters())
     section = Section(f"A Qwen3-Next of {count / 1e9:.2f}B parameters, forward and backward")
-    fast = [name for name in ("fla", "causal_conv1d") if find_spec(name)]
     section.notes.append(
         f"{len(lengths)} log-normal samples, {sum(lengths):,} tokens, mean "
         f"{np.mean(lengths):,.0f}, longest {max(lengths):,}. Micro-batches of {budget:,} slots, "
-        f"four times as many with checkpointing. Kernels of linear attention: "
-        f"{', '.join(fast) or 'the reference of transformers'}."
+        f"four times as many with checkpointing. Attention of Evenstep in all rows."
     )
     columns = {
-        "layout": "", "attention": "", "micro-batches": ",", "tokens": ",", "mixer slots": ".2f",
-        "s": ".2f", "k tokens/s": ".1f", "GB": ".1f",
+        "layout": "", "kernels": "", "micro-batches": ",", "tokens": ",", "slots": ".2f",
+        "delta rule": ".2f", "s": ".2f", "k tokens/s": ".1f", "GB": ".1f",
     }  # fmt: skip
     table = Table("One pass", columns)
     section.tables.append(table)
-    seen: dict[str, tuple[float, float]] = {}
+    seen: dict[tuple[str, str], tuple[float, float]] = {}
     for row in rows_of(setup, budget):
         if time.perf_counter() - setup.begin > LATE:
-            section.notes.append(f"{row.name}, {row.attention}: skipped for want of time.")
+            section.notes.append(f"{row.name}, {row.kernels}: skipped for want of time.")
             continue
         model.zero_grad()
         setup.free()
@@ -183,31 +185,35 @@ def speed(setup: Setup, budget: int, save: Any) -> Section:
             figures = measure(row, model, lengths, setup)
         except Exception as error:
             traceback.print_exc()
-            section.notes.append(f"{row.name}, {row.attention} failed: {first_line(error)}")
+            section.notes.append(f"{row.name}, {row.kernels} failed: {first_line(error)}")
             continue
-        seen.setdefault(row.name, (figures[-1], setup.peak))
-        print(row.name, row.attention, figures, f"{setup.peak:.1f} GB", flush=True)
-        table.add(row.name, row.attention, *figures, setup.peak)
+        seen[row.name, row.kernels] = (figures[-1], setup.peak)
+        print(row.name, row.kernels, figures, f"{setup.peak:.1f} GB", flush=True)
+        table.add(row.name, row.kernels, *figures, setup.peak)
         save(section)
-    try:
-        print(supports_packing(model), flush=True)
-    except Exception:
-        traceback.print_exc()
-    for kind in ("padded", "checkpointed"):
-        ours = seen.get("packed" if kind == "padded" else "packed, checkpointed")
-        random, dynamic = seen.get(f"random batches of 4, {kind}"), seen.get(f"dynamic, {kind}")
-        if ours is None or random is None or dynamic is None:
-            continue
-        bounds = [("random batches of 4", random, OVER_RANDOM)]
-        bounds += [("dynamic batches", dynamic, OVER_DYNAMIC)]
-        for name, other, least in bounds:
-            gain = ours[0] / other[0]
-            target = f"packed at least {least}× {name}, {kind}"
-            section.targets.append(Target(target, f"{gain:.2f}×", gain >= least))
-        text = f"{ours[1]:.1f} and {dynamic[1]:.1f} GB"
-        target = f"peak memory at most that of dynamic batches, {kind}"
-        section.targets.append(Target(target, text, ours[1] <= dynamic[1]))
+    section.targets.extend(targets_of(seen))
     return section
+
+
+def targets_of(seen: dict[tuple[str, str], tuple[float, float]]) -> list[Target]:
+    """Packed rows with our kernels against padded ones with the same and with others."""
+    targets = []
+    for ending in ("", ", checkpointed"):
+        ours = seen.get((f"packed{ending}", "evenstep"))
+        for name, least in ((FOUR, OVER_RANDOM), ("dynamic", OVER_DYNAMIC)):
+            for kernels in ("evenstep", "transformers"):
+                other = seen.get((f"{name}{ending}", kernels))
+                if ours is None or other is None:
+                    continue
+                gain, which = ours[0] / other[0], f"{name}{ending}, kernels of {kernels}"
+                targets.append(
+                    Target(f"packed at least {least}× {which}", f"{gain:.2f}×", gain >= least)
+                )
+                if name == "dynamic":
+                    text = f"{ours[1]:.1f} and {other[1]:.1f} GB"
+                    target = f"peak memory at most that of {which}"
+                    targets.append(Target(target, text, ours[1] <= other[1]))
+    return targets
 
 
 def main(arguments: list[str] | None = None) -> int:

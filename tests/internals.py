@@ -110,7 +110,7 @@ if TYPE_CHECKING:
     from evenstep.demo import run
     from evenstep.demo.decoder import Block, rotate, rotation
     from evenstep.integrations import hf_attention as hf_boundaries
-    from evenstep.integrations import mixers
+    from evenstep.integrations import mixers, packed_kernels
     from evenstep.integrations.dataloader import SharedStep, _is_plain, register_shared_steps
     from evenstep.integrations.hf_attention import (
         Hints,

@@ -156,6 +156,13 @@ def test_tune_as_json_has_every_term(lengths: Path, capsys: pytest.CaptureFixtur
     assert chosen["gpu_hours"] <= 1.02 * best
 
 
+def test_tune_divides_no_sequence_of_a_model_that_carries_state(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("tune", lengths, *TUNE, "--model", "qwen3.5-9b", "--json")
+    assert {row["cp"] for row in printed(capsys)["settings"]} == {1}
+
+
 def test_set_fixes_a_key_that_is_swept_otherwise(
     lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

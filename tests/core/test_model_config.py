@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from evenstep import Cost
 from evenstep.errors import ConfigError, FileError
-from tests.internals import KINDS, PRESETS, ModelConfig, mixing_of, sparse_layers, text_work
+from tests.internals import (
+    KINDS,
+    PRESETS,
+    ModelConfig,
+    ModelSize,
+    mixing_of,
+    sparse_layers,
+    text_work,
+)
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -114,6 +122,8 @@ def test_a_field_that_a_type_needs_is_named(model_type: str, field: str) -> None
         ({"mlp_layer_types": ["dense"] * 3}, "mlp_layer_types in the configuration has 3 entries"),
         ({"layer_types": "full"}, "layer_types in the configuration must be a list"),
         ({"layer_types": ["full_attention", "mamba"]}, "has 'mamba', which is not known in llama"),
+        ({"layer_types": ["full_attention", "mlp"]}, "has 'mlp', which is not known in llama"),
+        ({"layer_types": ["hybrid"] * 2}, "has 'hybrid', which is not known in llama"),
         ({"layer_types": ["chunked_attention"] * 2}, "has 'chunked_attention', which is not known"),
         ({"layer_types": ["full_attention", 3]}, "has 3, which is not known in llama"),
     ],
@@ -159,7 +169,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def mixing(model_type: str, layers: int, **fields: Any) -> str:
-    """F: all tokens, W: a window, M: a mixer."""
+    """F: all tokens, W: a window, M: a mixer, B: all tokens and a mixer, N: nothing."""
     config = ModelConfig({"model_type": model_type, **fields}, "here")
     return "".join(name[0] for name in mixing_of(config, KINDS[model_type], layers)).upper()
 
@@ -178,6 +188,11 @@ def test_windows_are_where_the_model_has_them() -> None:
 
 
 def test_hybrid_models_attend_in_some_layers() -> None:
+    assert mixing("falcon_h1", 2) == mixing("falcon_h1", 2, layer_types=["hybrid"] * 2) == "BB"
+    assert mixing("nemotron_h", 4, hybrid_override_pattern="M-*E") == "MNFN"
+    types = ["linear_attention", "mlp", "full_attention", "moe"]
+    assert mixing("nemotron_h", 4, layers_block_type=types) == "MNFN"
+    assert mixing("kimi_linear", 4, linear_attn_config={"full_attn_layers": [4]}) == "MMMF"
     assert mixing("qwen3_next", 5, full_attention_interval=4) == "MMMFM"
     assert mixing("jamba", 5, attn_layer_period=4, attn_layer_offset=1) == "MFMMM"
     assert mixing("bamba", 3, attn_layer_indices=[2]) == "MMF"
@@ -198,6 +213,7 @@ def test_experts_are_where_the_model_has_them() -> None:
     assert sparse("jamba", 5, expert_layer_period=2, expert_layer_offset=1) == {1, 3}
     bounds = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 2}
     assert sparse("ernie4_5_moe", 6, **bounds) == {1, 3, 5}
+    assert sparse("nemotron_h", 4, hybrid_override_pattern="M-*E") == {3}
     assert sparse("glm4_moe_lite", 2, mlp_layer_types=["dense", "sparse"]) == {1}
 
 
@@ -263,16 +279,48 @@ SIZES = {
     "mixtral-8x7b": 12.9,
     "deepseek-v3": 37.6,
 }
+# All weights in billions, experts included, as announced: names round them.
+HYBRIDS = {
+    "qwen3-next-80b-a3b": 80,
+    "qwen3.5-9b": 9,
+    "qwen3.5-35b-a3b": 35,
+    "nemotron-h-8b": 8,
+    "nemotron-3-nano-30b-a3b": 30,
+    "kimi-linear-48b-a3b": 48,
+    "falcon-h1-7b": 7.5,
+    "granite-4.0-h-micro": 3,
+    "granite-4.0-h-tiny": 7,
+    "granite-4.0-h-small": 32,
+}
 TIED = ("llama-3.2", "qwen2.5-1.5b", "qwen3-0.6b", "qwen3-4b", "gemma", "gpt-oss")  # or left out
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_model_has_its_announced_size_and_is_linear_where_it_has_no_attention(
+    name: str,
+) -> None:
+    config = ModelConfig(PRESETS[name], name)
+    assert ModelSize.of(config).parameters / 1e9 == pytest.approx(HYBRIDS[name], rel=0.07)
+    layers = mixing_of(config, KINDS[config.model_type], PRESETS[name]["num_hidden_layers"])
+    attending = sum(layer in ("full", "both") for layer in layers)
+    assert attending > 0
+    work = text_work(config)
+    without = dict.fromkeys(("layer_types", "attn_layer_indices", "hybrid_override_pattern"))
+    plain = {**PRESETS[name], **without, "layer_types": ["full_attention"] * len(layers)}
+    assert text_work(ModelConfig(plain, name)).pairs / len(layers) == work.pairs / attending
+
+
+@pytest.mark.parametrize("name", SIZES)
 def test_a_named_model_has_its_published_size(name: str) -> None:
     preset = PRESETS[name]
     weights = text_work(ModelConfig(preset, name)).weights / 1e9
     if not name.startswith(TIED):
         weights += preset["hidden_size"] * preset["vocab_size"] / 1e9  # the embedding
     assert weights == pytest.approx(SIZES[name], rel=0.015)
+
+
+def test_all_named_models_have_a_published_size() -> None:
+    assert set(PRESETS) == {*SIZES, *HYBRIDS}
 
 
 def test_a_wrong_name_lists_the_names() -> None:

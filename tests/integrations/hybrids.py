@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from evenstep import Packed, Recipe
 from evenstep.integrations.huggingface import hf_forward
 from evenstep.tensors import Batch
 from tests.slow.kinds import kind_of
-from tests.slow.measure import Gradients, error_of, gradients_of, made, summed
+from tests.slow.measure import MOST, Gradients, error_of, gradients_of, made, rounding_of, summed
 from tests.tensors.batches import batches_of
 
 FAMILIES = ("nemotron_h", "qwen3_next", "kimi_linear", "lfm2", "falcon_h1")
@@ -56,3 +57,9 @@ def together(model: Any, *batches: Batch) -> Gradients:
 
 def errors(model: Any, samples: list[dict[str, Tensor]], *batches: Batch) -> float:
     return error_of(together(model, *batches), alone(model, samples))
+
+
+def rounding(model: Any, samples: list[dict[str, Tensor]]) -> float:
+    """The error of samples alone in single precision, where it is no expert chosen otherwise."""
+    error = rounding_of(alone(deepcopy(model).float(), samples), alone(model, samples))
+    return min(error, MOST)

@@ -26,6 +26,9 @@ from tests.integrations.vision import (
     vision_samples,
 )
 from tests.internals import Layout
+from tests.slow.images import image_of
+from tests.slow.kinds import kind_of
+from tests.slow.measure import error_of, laid_out, made, reference
 from tests.tensors.batches import by_sample, distance
 
 torch.set_num_threads(1)
@@ -145,3 +148,14 @@ def test_vision_inputs_need_the_model_and_whole_samples() -> None:
     plan = make_plan([len(sample["input_ids"]) for sample in samples], recipe)
     with pytest.raises(InputError, match="was split"):
         hf_kwargs(COLLATE(plan[0, 0][0], samples), model)
+
+
+@pytest.mark.parametrize("name", ["mistral3", "lighton_ocr"])
+def test_towers_that_build_a_mask_of_patches_are_exact_or_refused(name: str) -> None:
+    model = made(kind_of(name), "sdpa", torch.float64)
+    image = image_of(model)
+    assert error_of(laid_out(model, "packed", image), reference(model, image)) <= 1e-6
+    ours = made(kind_of(name), "evenstep", torch.float64)
+    assert error_of(laid_out(ours, "packed", None), reference(model, None)) <= 1e-6
+    with pytest.raises(ConfigError, match="takes a 2-D padding mask or none, got Tensor of shape"):
+        laid_out(ours, "packed", image)

@@ -71,11 +71,77 @@ def test_sizes_count_the_parameters_of_the_real_model(kind: str, tied: bool) -> 
     assert found == pytest.approx(count, rel=0.06)  # biases and further norms are small
 
 
-def test_layers_whose_memory_is_unknown_are_refused() -> None:
-    shape = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9, "expand": 2}
-    config = ModelConfig({"model_type": "mamba", **shape}, "a config")
-    with pytest.raises(ConfigError, match="mamba layers without attention"):
-        ModelSize.of(config)
+HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 16},
+}
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+def test_sizes_count_the_parameters_of_hybrid_models(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    tied = {"tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model(kind, **TINY | HYBRID[kind] | tied)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    count = sum(each.numel() for each in model.parameters())
+    size = ModelSize.of(ModelConfig({**HYBRID[kind], **config.to_dict()}, "a config"))
+    assert size.parameters == pytest.approx(count, rel=0.06)
+    attending = {"qwen3_5_text": 1, "falcon_h1": 3, "nemotron_h": 1, "mamba2": 0}[kind]
+    assert size.keys == 2 * 16 * attending
+
+
+def test_a_layer_that_carries_state_keeps_what_autograd_keeps() -> None:
+    """Of a mixer of Qwen3-Next in bfloat16, with our kernels."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from evenstep.integrations.huggingface import hf_forward, supports_packing
+    from tests.integrations.hybrids import packed, samples_of
+    from tests.internals import mixers
+
+    sizes = HYBRID["qwen3_5_text"] | {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    config = transformers.Qwen3_5TextConfig(**TINY | sizes)
+    model = transformers.Qwen3_5ForCausalLM(config).bfloat16()
+    assert supports_packing(model).safe
+    module = next(iter(mixers.mixers_of(model).values()))
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept: dict[int, Any] = {}
+    inside: list[bool] = []
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if inside and storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    module.register_forward_pre_hook(lambda *_: inside.append(True))
+    module.register_forward_hook(lambda *_: inside.clear())
+    batch = packed(samples_of((100, 60, 96)))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = hf_forward(model)(model, batch)
+    measured = sum(storage.nbytes() for storage in kept.values()) / 256
+    assert outputs.requires_grad
+    convolved, inner = 2 * 64 + 128, 128
+    assert 4 * convolved + 30 * inner == pytest.approx(measured, rel=0.1)
+    fields = {**config.to_dict(), "layer_types": ["linear_attention"] * 3}
+    size = ModelSize.of(ModelConfig(fields, "a config"))
+    assert size.kept == 3 * (16 * 32 + 8 * 48 + 4 * convolved + 30 * inner)
 
 
 def test_a_missing_model_is_one_sentence_with_the_names() -> None:

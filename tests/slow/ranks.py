@@ -46,7 +46,11 @@ def errors_on_ranks(
     image = image_for(model)
     expected = reference(model, image)
     exact = reference(made(kind, "eager", torch.float64), image)
-    found: dict[str, Any] = {"rounding": rounding_of(expected, exact), "errors": {}}
+    found: dict[str, Any] = {
+        "rounding": rounding_of(expected, exact),
+        "rounding norm": norm_error(expected, exact),
+        "errors": {},
+    }
     for implementation in implementations:
         for wrapper in WRAPPERS:
             try:

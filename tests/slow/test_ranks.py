@@ -22,4 +22,4 @@ def test_packed_steps_on_two_ranks_are_exact(name: str, tmp_path: Path) -> None:
         assert len(errors) == len(WRAPPERS) * (1 if name in NO_SDPA else len(IMPLEMENTATIONS))
         for error in errors.values():
             assert is_exact(error, found["rounding"]), errors
-            assert error["single norm"] <= LIMIT, errors
+            assert error["single norm"] <= max(LIMIT, found["rounding norm"]), errors

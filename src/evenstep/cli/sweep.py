@@ -109,7 +109,8 @@ class Sweep:
         base = recipe_from({"layout": {"max_tokens": _UNIT}, "topology": given}).topology
         shared = base.tp * base.pp
         found = []
-        for cp in self._chosen("topology", "cp", _CONTEXT):
+        # A state cannot be computed for parts of a sequence at once: no context parallelism.
+        for cp in self._chosen("topology", "cp", (1,) if self.size.stateful else _CONTEXT):
             size = whole_number("topology.cp", cp) * shared
             near = cp * base.tp <= self.gpu.per_node or cp == 1
             if self.ranks % size == 0 and near and asked in (None, self.ranks // size):

@@ -218,7 +218,8 @@ class Kind:
     period      if above 0: every `period`-th layer attends to all tokens, the others slide
     experts     which layers have experts: see `sparse_layers`
     mixer       what layers without attention do: see `_MIXERS`
-    bare        layers are mixers alone, without feed-forward matrices
+    both        every layer has attention and a mixer, side by side (Falcon-H1)
+    alone       every layer is attention, a mixer or a feed-forward layer, and nothing else
     """
 
     gated: bool = True
@@ -230,7 +231,8 @@ class Kind:
     period: int = 0
     experts: str = "none"
     mixer: str = "none"
-    bare: bool = False
+    both: bool = False
+    alone: bool = False
 
 
 _DELTA = Kind(mixer="delta", query_gate=True, own_dim=True)
@@ -267,8 +269,11 @@ _FAMILIES: list[tuple[str, Kind]] = [
     ("bamba", Kind(mixer="mamba2")),
     ("granitemoehybrid", Kind(experts="every", mixer="mamba2")),
     ("lfm2", Kind(mixer="short_conv")),
-    ("mamba falcon_mamba", Kind(mixer="mamba", bare=True)),
-    ("mamba2", Kind(mixer="mamba2", bare=True)),
+    ("falcon_h1", Kind(mixer="mamba2", both=True)),
+    ("nemotron_h", Kind(experts="alone", mixer="mamba2", gated=False, own_dim=True, alone=True)),
+    ("kimi_linear", replace(_LATENT, mixer="channels")),
+    ("mamba falcon_mamba", Kind(mixer="mamba", alone=True)),
+    ("mamba2", Kind(mixer="mamba2", alone=True)),
 ]
 KINDS: dict[str, Kind] = {name: kind for names, kind in _FAMILIES for name in names.split()}
 
@@ -291,7 +296,7 @@ def kind_of(model_type: str) -> Kind:
 
 # The order of a decoder's layers ------------------------------------------------------------------
 
-Mixing: TypeAlias = Literal["full", "window", "mixer"]
+Mixing: TypeAlias = Literal["full", "window", "mixer", "both", "none"]
 _MIXING: dict[Any, Mixing] = {
     "full_attention": "full",
     "attention": "full",
@@ -299,7 +304,19 @@ _MIXING: dict[Any, Mixing] = {
     "linear_attention": "mixer",
     "mamba": "mixer",
     "conv": "mixer",
+    "hybrid": "both",
+    "mlp": "none",
+    "moe": "none",
 }
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
+
+
+def _layer_types(config: ModelConfig, layers: int) -> list[Any]:
+    """The names of layers, if the configuration lists them."""
+    if config.has("hybrid_override_pattern"):
+        pattern = list(str(config.fields["hybrid_override_pattern"]))
+        config = ModelConfig({"layer_types": [_PATTERN.get(c, c) for c in pattern]}, config.where)
+    return config.entries("layer_types", "layers_block_type", count=layers)
 
 
 def mixing_of(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
@@ -309,13 +326,15 @@ def mixing_of(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
     >>> mixing_of(config, kind_of("gemma2"), 3)
     ['window', 'full', 'window']
     """
-    if kind.bare:
-        return ["mixer"] * layers
-    if config.has("layer_types", "layers_block_type"):
-        names = config.entries("layer_types", "layers_block_type", count=layers)
+    names = _layer_types(config, layers)
+    if not names and (kind.both or kind.alone):
+        return ["both" if kind.both else "mixer"] * layers
+    if names:
         for name in names:
             known = isinstance(name, str) and name in _MIXING
-            if not known or (_MIXING[name] == "mixer" and kind.mixer == "none"):
+            known = known and (_MIXING[name] != "mixer" or kind.mixer != "none")
+            known = known and (_MIXING[name] != "both" or kind.both)
+            if not known or (_MIXING[name] == "none" and not kind.alone):
                 raise ConfigError(
                     f"layer_types in {config.where} has {short_repr(name)}, which is not known in "
                     f"{config.model_type}. Give the shape to Cost.of_model, or measured times to "
@@ -327,6 +346,9 @@ def mixing_of(config: ModelConfig, kind: Kind, layers: int) -> list[Mixing]:
     if kind.mixer != "none":
         if config.has("attn_layer_indices", "full_attn_idxs"):
             chosen = set(config.entries("attn_layer_indices", "full_attn_idxs"))
+        elif config.has("linear_attn_config"):  # counted from 1
+            linear = config._nested("linear_attn_config")
+            chosen = {layer - 1 for layer in linear.entries("full_attn_layers")}
         elif config.has("attn_layer_period"):
             offset = config.whole("attn_layer_offset", least=0)
             chosen = set(range(offset, layers, config.whole("attn_layer_period")))
@@ -370,6 +392,9 @@ def sparse_layers(config: ModelConfig, kind: Kind, layers: int) -> set[int]:
     match kind.experts:
         case "every":
             return set(every)
+        case "alone":
+            names = _layer_types(config, layers)
+            return {layer for layer in every if names[layer] == "moe"}
         case "after_dense":  # from the first ones on; a list has 0 for a dense layer
             if isinstance(config.fields.get("moe_layer_freq"), list):
                 sparse = config.entries("moe_layer_freq", count=layers)
@@ -409,12 +434,19 @@ def text_work(config: ModelConfig) -> Work:
     works = [Work(weights=_hidden(config) * config.whole("vocab_size"))]  # the head
     for layer in range(layers):
         works.append(_mix(config, kind, mixing[layer]))
-        if not kind.bare:
+        if feeds_forward(kind, mixing[layer]):
             works.append(Work(weights=_feed_forward(config, kind, layer in sparse)[0]))
     return Work(*map(sum, zip(*works, strict=True)))
 
 
+def feeds_forward(kind: Kind, mixing: Mixing) -> bool:
+    """Whether a layer has feed-forward matrices."""
+    return mixing == "none" or not kind.alone
+
+
 def _layers(config: ModelConfig) -> int:
+    if not config.has("num_hidden_layers") and config.has("layers_block_type"):
+        return len(config.entries("layers_block_type"))  # Nemotron-H
     return config.whole("num_hidden_layers", "n_layer", most=_MOST_LAYERS)
 
 
@@ -424,9 +456,14 @@ def _hidden(config: ModelConfig) -> int:
 
 
 def _mix(config: ModelConfig, kind: Kind, mixing: Mixing) -> Work:
-    """The work of what mixes the tokens of one layer: attention or a mixer."""
+    """The work of what mixes the tokens of one layer: attention, a mixer, or both."""
+    if mixing == "none":
+        return Work()
     if mixing == "mixer":
-        return _MIXERS[kind.mixer](config)
+        return _MIXERS[kind.mixer](config).work
+    if mixing == "both":
+        parts = (_mix(config, kind, "mixer"), _mix(config, kind, "full"))
+        return Work(*map(sum, zip(*parts, strict=True)))
     weights, pair = _attention(config, kind)
     window = window_of(config) if mixing == "window" else 0
     if window:
@@ -478,21 +515,24 @@ def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> tuple[int, i
     if not sparse:
         width = _dense_width(config, kind)
         return (3 if kind.gated else 2) * hidden * width, width, 0, 0
-    shared = config.whole(
-        "shared_expert_intermediate_size", "shared_intermediate_size", default=0, least=0
-    )
+    gated, plain = "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"
+    shared = config.whole(gated, plain, "shared_intermediate_size", default=0, least=0)
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     experts, chosen, width = config.whole(*names, least=0), 0, 0
     if experts:
-        chosen = config.whole("num_experts_per_tok", "moe_k")
+        chosen = config.whole("num_experts_per_tok", "num_experts_per_token", "moe_k")
         width = config.whole("moe_intermediate_size", "intermediate_size")
-        shared += width * config.whole(
-            "n_shared_experts", "moe_num_shared_experts", default=0, least=0
-        )
-    # The router scores every expert, and a shared one if that has a gate (Qwen2-MoE).
-    router = experts + (1 if config.has("shared_expert_intermediate_size") else 0)
-    visited = hidden * router + 3 * hidden * (chosen * width + shared)
-    unused = 3 * hidden * width * (experts - chosen)
+        if not config.has(plain):
+            numbers = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+            shared += width * config.whole(*numbers, default=0, least=0)
+    # The router scores every expert, and a shared one if that has a gate (Qwen2-MoE). Experts may
+    # see fewer numbers of a token than there are between layers (Nemotron-H).
+    router = experts + (1 if config.has(gated) else 0)
+    matrices = 3 if kind.gated else 2
+    latent = config.whole("moe_latent_size", default=hidden)
+    visited = hidden * router + matrices * (latent * chosen * width + hidden * shared)
+    visited += 2 * hidden * latent if config.has("moe_latent_size") else 0
+    unused = matrices * latent * width * (experts - chosen)
     return visited, chosen * width + shared, chosen, unused
 
 
@@ -509,52 +549,93 @@ def _dense_width(config: ModelConfig, kind: Kind) -> int:
     return rounded_up(width, config.whole("block_multiple_of"))
 
 
-# A state is updated and read once per token: two multiply-adds for each of its numbers.
+class MixerSize(NamedTuple):
+    """What a token takes in a layer that carries state.
+
+    weights    that it passes through
+    convolved  numbers that a convolution makes of it
+    inner      numbers that its kernel returns
+    state      numbers of a segment's state
+    """
+
+    weights: int
+    convolved: int = 0
+    inner: int = 0
+    state: int = 0
+
+    @property
+    def work(self) -> Work:
+        """Linear in tokens: a state is updated and read once per token."""
+        return Work(weights=self.weights, nearby=2 * self.state)
 
 
-def _delta(config: ModelConfig) -> Work:
+def _delta(config: ModelConfig) -> MixerSize:
     """Gated delta rule (Qwen3-Next)."""
     hidden, heads = _hidden(config), config.whole("linear_num_value_heads")
     key, value = config.whole("linear_key_head_dim"), config.whole("linear_value_head_dim")
     keys, values = config.whole("linear_num_key_heads") * key, heads * value
-    convolution = (2 * keys + values) * config.whole("linear_conv_kernel_dim")
-    projections = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
-    return Work(weights=projections + convolution, nearby=2 * heads * key * value)
+    convolved = 2 * keys + values
+    weights = hidden * (convolved + 2 * values + 2 * heads)
+    weights += convolved * config.whole("linear_conv_kernel_dim")
+    return MixerSize(weights, convolved, values, heads * key * value)
 
 
-def _mamba(config: ModelConfig) -> Work:
-    hidden, bare = _hidden(config), "state_size" in config.fields
+def _channels(config: ModelConfig) -> MixerSize:
+    """Delta rule with a decay for every channel (Kimi-Linear)."""
+    linear = config._nested("linear_attn_config") if config.has("linear_attn_config") else config
+    hidden, heads = _hidden(config), linear.whole("linear_num_heads", "num_heads")
+    size = linear.whole("linear_head_dim", "head_dim")
+    inner, gates = heads * size, 2 * size  # gates of a low rank
+    weights = hidden * (4 * inner + heads + gates) + gates * inner
+    weights += 3 * inner * linear.whole("linear_conv_kernel_dim", "short_conv_kernel_size")
+    return MixerSize(weights, 3 * inner, inner, inner * size)
+
+
+def _mamba(config: ModelConfig) -> MixerSize:
+    hidden, named = _hidden(config), "state_size" in config.fields
     inner = hidden * config.whole("mamba_expand", "expand")
-    if bare:
+    if named:
         inner = config.whole("intermediate_size", default=inner)
     # The time step is a product of two matrices of a low rank.
     state = config.whole("mamba_d_state", "state_size")
-    name = "time_step_rank" if bare else "mamba_dt_rank"
+    name = "time_step_rank" if named else "mamba_dt_rank"
     automatic = divided_up(hidden, 16)
     rank = automatic if config.fields.get(name) == "auto" else config.whole(name)
     convolution = inner * config.whole("mamba_d_conv", "conv_kernel")
     weights = 3 * hidden * inner + inner * (2 * rank + 2 * state) + convolution
-    return Work(weights=weights, nearby=2 * inner * state)
+    return MixerSize(weights, inner, inner, inner * state)
 
 
-def _mamba2(config: ModelConfig) -> Work:
+def _mamba2(config: ModelConfig) -> MixerSize:
     hidden = _hidden(config)
-    inner = hidden * config.whole("mamba_expand", "expand")
-    state = config.whole("mamba_d_state", "state_size")
-    groups = config.whole("mamba_n_groups", "n_groups") * state
-    heads = config.whole("mamba_n_heads", "num_heads")
-    convolution = (inner + 2 * groups) * config.whole("mamba_d_conv", "conv_kernel")
-    weights = hidden * (3 * inner + 2 * groups + heads) + convolution
-    return Work(weights=weights, nearby=2 * inner * state)
+    heads = config.whole("mamba_n_heads", "mamba_num_heads", "num_heads")
+    if config.has("mamba_head_dim"):  # Nemotron-H
+        inner = heads * config.whole("mamba_head_dim")
+    elif config.has("mamba_d_ssm"):  # Falcon-H1
+        inner = config.whole("mamba_d_ssm")
+    else:
+        inner = hidden * config.whole("mamba_expand", "expand")
+    state = config.whole("mamba_d_state", "ssm_state_size", "state_size")
+    convolved = inner + 2 * config.whole("mamba_n_groups", "n_groups") * state
+    weights = hidden * (2 * inner + convolved + heads)
+    weights += convolved * config.whole("mamba_d_conv", "conv_kernel")
+    return MixerSize(weights, convolved, inner, inner * state)
 
 
-def _short_conv(config: ModelConfig) -> Work:
+def _short_conv(config: ModelConfig) -> MixerSize:
     """Three projections, a short convolution and one more projection (LFM2)."""
     hidden = _hidden(config)
-    return Work(weights=4 * hidden * hidden + hidden * config.whole("conv_L_cache"))
+    weights = 4 * hidden * hidden + hidden * config.whole("conv_L_cache")
+    return MixerSize(weights, hidden, hidden)
 
 
-_MIXERS = {"delta": _delta, "mamba": _mamba, "mamba2": _mamba2, "short_conv": _short_conv}
+_MIXERS = {
+    "delta": _delta,
+    "channels": _channels,
+    "mamba": _mamba,
+    "mamba2": _mamba2,
+    "short_conv": _short_conv,
+}
 
 
 # The work of a vision tower, per patch ------------------------------------------------------------
@@ -635,6 +716,7 @@ class ModelSize:
     kept        bytes per token that the backward needs
     moved       bytes per token that kernels other than matrix products read and write
     work        multiply-adds of a forward
+    stateful    whether layers carry state from token to token
 
     Bytes are in bfloat16, as autograd keeps them for decoders of Hugging Face with flash attention.
     Per token and layer, with h the hidden size, q and k the widths of queries and of keys, and f
@@ -644,6 +726,11 @@ class ModelSize:
                                         and outputs of attention, four tensors of the gated layer
     moved    250 h + 70 (q + k) + 30 f  by kernels that are not matrix products, forward and
                                         backward
+
+    Layers that carry state have no queries and keys, but 4 c + 30 i kept and 520 (c + i) moved,
+    with c the numbers that are convolved and i those that the recurrence returns: what Evenstep's
+    kernels for the gated delta rule take. A layer that is only one of attention, recurrence and
+    feed-forward counts half of the norms.
 
     A norm of queries and keys keeps 6 and moves 108 bytes for each of their numbers. A gate of the
     feed-forward layer counts half of its bytes. Experts count as far as a token passes through
@@ -659,10 +746,11 @@ class ModelSize:
     kept: float
     moved: float
     work: Work
+    stateful: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> ModelSize:
-        """The sizes of a configuration. Raises for layers whose memory is not known.
+        """The sizes of a configuration.
 
         >>> size = ModelSize.of(named_config("llama-3.2-1b"))
         >>> round(size.parameters / 1e9, 2), round(size.kept / 1e6, 2)
@@ -670,36 +758,42 @@ class ModelSize:
         """
         kind = kind_of(config.model_type)
         layers, hidden = _layers(config), _hidden(config)
-        if "mixer" in mixing_of(config, kind, layers):
-            raise ConfigError(
-                f"the memory of {config.model_type} layers without attention is not known. Use a "
-                f"model that attends in every layer."
-            )
         work, vocab = text_work(config), config.whole("vocab_size")
-        sparse = sparse_layers(config, kind, layers)
-        queries, keys = _widths(config, kind)
+        mixing, sparse = mixing_of(config, kind, layers), sparse_layers(config, kind, layers)
         tied = config.truth("tie_word_embeddings", config.model_type in _TIED)
         outside = (1 if tied else 2) * hidden * vocab
-        # Add up the layers: weights that no token passes through, bytes kept and bytes moved.
-        unused, kept, moved = 0.0, 0.0, 0.0
+        blocks = 1 if kind.alone else 2  # of a layer, each with a norm
+        # Add up the layers: weights that no token passes through, keys, bytes kept and moved.
+        unused, cached, kept, moved = 0.0, 0, 0.0, 0.0
         for layer in range(layers):
-            _, width, copies, rest = _feed_forward(config, kind, layer in sparse)
-            normed = queries + keys if config.model_type in _NORMED else 0
-            share = 1.0 if kind.gated else 0.5
-            kept += 16 * hidden + 4 * (queries + keys) + 6 * normed + 8 * share * width
-            moved += 250 * hidden + 70 * (queries + keys) + 108 * normed + 30 * share * width
-            kept, moved = kept + 6 * hidden * copies, moved + 18 * hidden * copies
-            unused += rest
+            kept, moved = kept + 8 * blocks * hidden, moved + 125 * blocks * hidden
+            if mixing[layer] in ("full", "window", "both"):
+                queries, keys = _widths(config, kind)
+                normed = queries + keys if config.model_type in _NORMED else 0
+                kept += 4 * (queries + keys) + 6 * normed
+                moved += 70 * (queries + keys) + 108 * normed
+                cached += 2 * keys
+            if mixing[layer] in ("mixer", "both"):
+                mixer = _MIXERS[kind.mixer](config)
+                kept += 4 * mixer.convolved + 30 * mixer.inner
+                moved += 520 * (mixer.convolved + mixer.inner)
+            if feeds_forward(kind, mixing[layer]):
+                _, width, copies, rest = _feed_forward(config, kind, layer in sparse)
+                share = 1.0 if kind.gated else 0.5
+                kept += 8 * share * width + 6 * hidden * copies
+                moved += 30 * share * width + 18 * hidden * copies
+                unused += rest
         head = hidden * vocab  # counted in the work
-        norms = (2 * layers + 1) * hidden
+        norms = (blocks * layers + 1) * hidden
         return cls(
             parameters=int(work.weights - head + outside + unused + norms),
             outside=outside,
             layers=layers,
             hidden=hidden,
             vocab=vocab,
-            keys=2 * keys * layers,
+            keys=cached,
             kept=kept,
             moved=moved,
             work=work,
+            stateful=not {"mixer", "both"}.isdisjoint(mixing),
         )

@@ -523,7 +523,8 @@ def _on_rows(model: Any, why: str) -> Support:
     core = core_of(model)
     with probing(model):
         try:
-            reason = MixerSearch(model).run()
+            search = MixerSearch(model)
+            reason = search.run()
         except ConfigError as error:
             reason = str(error).partition(". ")[0]
         except Exception as error:
@@ -533,11 +534,16 @@ def _on_rows(model: Any, why: str) -> Support:
     if reason is not None:
         release(core)
         return Support(False, reason)
-    kinds = sorted({class_of(module).__name__ for module in mixers_of(core).values()})
-    if not kinds:
+    if not mixers_of(core):
         return Support(False, why)
-    name = _implementation_of(model)
-    return Support(True, f"{', '.join(kinds)} run on rows of one segment each", _cost_of(name))
+    search.choose_modes()
+    kinds: dict[bool, set[str]] = {}
+    for module in mixers_of(core).values():
+        on_rows = module._evenstep_mixer.mode == "rows"
+        kinds.setdefault(on_rows, set()).add(class_of(module).__name__)
+    hows = {True: "run on rows of one segment each", False: "keep packed segments apart"}
+    texts = [f"{', '.join(sorted(names))} {hows[on_rows]}" for on_rows, names in kinds.items()]
+    return Support(True, "; ".join(texts), _cost_of(_implementation_of(model)))
 
 
 def _read_attention(model: Any, name: str) -> tuple[bool, str]:

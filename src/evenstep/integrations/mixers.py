@@ -7,6 +7,9 @@ layer, a mixer, the batch stays packed; its inputs are gathered into rows, its o
                                          b - -
                                          c c -
 
+Where the kernels of a mixer can keep packed segments apart, it runs packed instead: by their own
+keyword arguments, or because `packed_kernels` has one that does.
+
 `run_on_rows` wraps the mixers of a model. The segments belong to the call: the outermost module
 reads them from its arguments, and a layer that a checkpoint recomputes in the backward finds those
 of its own forward by the storages of its arguments.
@@ -14,11 +17,13 @@ of its own forward by the storages of its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import MethodType
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from types import FunctionType
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +33,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from evenstep.errors import ConfigError
+from evenstep.integrations.packed_kernels import (
+    CHUNK,
+    Chunks,
+    chunks_of,
+    convolve,
+    delta_rule,
+    spaced,
+)
 
 KEYWORD = "segment_slots"
 """The keyword argument with the segments of a batch: (2, segments), first slot and length. The
@@ -90,7 +103,13 @@ class SegmentRows:
     width: int
     begins: list[int]
     lengths: list[int]
-    _made: dict[Any, list[Rows]] = field(default_factory=dict)
+    _made: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, make: Callable[..., Any], *key: Any) -> Any:
+        """What `make(self, *key)` returns, made once."""
+        if (make, *key) not in self._made:
+            self._made[make, *key] = make(self, *key)
+        return self._made[make, *key]
 
     @classmethod
     def read(cls, segments: Tensor, rows: int, width: int) -> SegmentRows:
@@ -106,11 +125,37 @@ class SegmentRows:
 
     def groups(self, device: torch.device, equal: bool, single: bool) -> list[Rows]:
         """All segments in groups of rows: without padding if `equal`, all in one if `single`."""
-        key = (device, equal, single)
-        if key not in self._made:
-            parts = row_groups(self.lengths, self.rows * self.width, equal, single)
-            self._made[key] = [self._rows(part, device) for part in parts]
-        return self._made[key]
+        groups: list[Rows] = self.once(SegmentRows._groups, device, equal, single)
+        return groups
+
+    def _groups(self, device: torch.device, equal: bool, single: bool) -> list[Rows]:
+        parts = row_groups(self.lengths, self.rows * self.width, equal, single)
+        return [self._rows(part, device) for part in parts]
+
+    def chunks(self, device: torch.device) -> Chunks:
+        """All segments in chunks, for the delta rule."""
+        return chunks_of(self.begins, self.lengths, self.rows * self.width, device)
+
+    def spaced(self, device: torch.device, space: int) -> tuple[Tensor, int]:
+        """Where slots are with empty places before each segment, and how many places there are."""
+        places = spaced(self.begins, self.lengths, self.rows * self.width, space)
+        return places.to(device), int(places[-1]) + 1
+
+    def keywords(self, device: torch.device) -> dict[str, Any]:
+        """The keyword arguments that tell fast kernels of one row where segments end. Padding is a
+        segment as well."""
+        slots = self.rows * self.width
+        places = spaced(self.begins, self.lengths, slots, 1) - torch.arange(slots) - 1
+        ends = torch.cat((torch.zeros(1, dtype=torch.int64), places.bincount().cumsum(0)))
+        longest = int(ends.diff().max())
+        ends = ends.to(device, torch.int32)
+        return {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "seq_idx": places.to(device, torch.int32)[None],
+        }
 
     def _rows(self, part: list[int], device: torch.device) -> Rows:
         lengths = torch.tensor([self.lengths[k] for k in part], device=device)
@@ -160,6 +205,7 @@ class _Frame(NamedTuple):
     segments: SegmentRows | None  # None inside mixers, and for a call without boundaries
     outer: _Frame | None
     backward: int  # the one that it belongs to, `_NOT` for a forward, `_UNKNOWN` for no call
+    packed: bool = False  # inside a mixer whose kernels get packed rows
 
 
 _NOT, _UNKNOWN = -1, -2
@@ -186,8 +232,8 @@ def _frame_of(*values: Any) -> _Frame | None:
     return None if backward == _NOT else _recall(*values)
 
 
-def _push(segments: SegmentRows | None, backward: int) -> None:
-    _FRAME.set(_Frame(segments, _FRAME.get(), backward))
+def _push(segments: SegmentRows | None, backward: int, packed: bool = False) -> None:
+    _FRAME.set(_Frame(segments, _FRAME.get(), backward, packed))
 
 
 def _pop() -> None:
@@ -262,7 +308,11 @@ def _enter_layer(
         entered: tuple[Any, dict[str, Any]] = _enter_model(module, args, kwargs)
         return entered
     frame = _frame_of(args, kwargs)
-    if frame is None:
+    if frame is None and _backward() == _NOT:  # called by itself, without boundaries
+        _forget()
+        _push(None, _NOT)
+        _remember(None, args, kwargs)
+    elif frame is None:
         _push(None, _UNKNOWN)
     else:
         _push(frame.segments, frame.backward)
@@ -295,12 +345,19 @@ class Axes(NamedTuple):
         return cls(0 if sizes[0] == 1 else at[0] - 1, at[:2])
 
 
+Mode: TypeAlias = Literal["keywords", "kernels", "rows"]
+"""How a mixer keeps segments apart: its kernels take boundaries as keyword arguments, they are
+replaced by those of `packed_kernels`, or it runs on rows of one segment each."""
+
+
 @dataclass(slots=True, eq=False)
 class Mixer:
-    """How a module runs on rows: the axes of its arguments and results, by their paths."""
+    """How a module runs: on rows, by the axes of its arguments and results (by their paths), or
+    packed."""
 
     axes: dict[str, Axes | None] = field(default_factory=dict)
     equal: bool = False  # rows of equal lengths only
+    mode: Mode = "rows"
 
     def axes_of(self, path: str, tensor: Tensor, segments: SegmentRows) -> Axes | None:
         """The axes that a small forward showed, else those that have the sizes of the batch."""
@@ -346,9 +403,14 @@ def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
     segments, mixer = frame.segments, module._evenstep_mixer
+    if segments.begins and mixer.mode == "kernels":
+        return _with_kernels(module, frame, args, kwargs)
     single = _runs_once(module, mixer)
     if not segments.begins or (segments.whole and not mixer.equal):
         return forward(*args, **kwargs)
+    if mixer.mode == "keywords" and segments.rows == 1:
+        device = next(module.parameters()).device
+        return forward(*args, **kwargs, **segments.once(SegmentRows.keywords, device))
     leaves, spec = leaves_of((args, kwargs))
     axes = [
         mixer.axes_of(path, leaf, segments) if isinstance(leaf, Tensor) else None
@@ -447,7 +509,7 @@ def _put_back(
             ]
         )
         packed = tokens.new_zeros((segments.rows * segments.width, *tokens.shape[1:]))
-        packed = packed.index_copy(0, slots, tokens)
+        packed = packed.index_copy_(0, slots, tokens)
         if axes.row is not None:
             packed = packed.unflatten(0, (segments.rows, segments.width))
             packed = packed.movedim((0, 1), (axes.row, axes.width[0]))
@@ -460,6 +522,64 @@ def _tokens_of(tensor: Tensor, axes: Axes, rows: Rows) -> Tensor:
     if axes.row is None:
         return tensor[rows.inside.flatten()]
     return tensor.movedim((axes.row, axes.width[0]), (0, 1))[rows.inside]
+
+
+# Kernels for packed rows --------------------------------------------------------------------------
+
+
+def _with_kernels(module: Any, frame: _Frame, args: Any, kwargs: Any) -> Any:
+    """The forward of a mixer whose kernels read the segments of its call."""
+    home = sys.modules[class_of(module).__module__]
+    for name, packed in _KERNELS.items():
+        kernel = getattr(home, name, None)
+        if isinstance(kernel, FunctionType) and not hasattr(kernel, "_evenstep_kernel"):
+            setattr(home, name, _reads_segments(kernel, packed))
+    _push(frame.segments, frame.backward, packed=True)
+    try:
+        return module._evenstep_forward(*args, **kwargs)
+    finally:
+        _pop()
+
+
+def _reads_segments(kernel: Callable[..., Any], packed: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, which inside of a packed mixer is another function."""
+
+    @wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        frame = None if torch.compiler.is_compiling() else _FRAME.get()
+        if frame is None or not frame.packed:
+            return kernel(*args, **kwargs)
+        return packed(kernel, frame.segments, *args, **kwargs)
+
+    run._evenstep_kernel = packed  # type: ignore[attr-defined]
+    return run
+
+
+def _packed_convolution(
+    kernel: Callable[..., Tensor], segments: SegmentRows, inputs: Tensor, weight: Tensor,
+    bias: Tensor | None = None, activation: str | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    places, end = segments.once(SegmentRows.spaced, inputs.device, weight.shape[-1] - 1)
+    run = partial(kernel, weight=weight, bias=bias, activation=activation)
+    return convolve(run, inputs, places, end)
+
+
+def _packed_delta_rule(
+    kernel: Callable[..., Any], segments: SegmentRows, query: Tensor, key: Tensor, value: Tensor,
+    g: Tensor, beta: Tensor, chunk_size: int = CHUNK, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    if initial_state is not None or output_final_state:
+        raise ConfigError("packed segments have no state before or after them. Use no cache.")
+    chunks = segments.once(SegmentRows.chunks, query.device)
+    return delta_rule(query, key, value, g, beta, chunks, use_qk_l2norm_in_kernel), None
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _packed_convolution,
+    "torch_chunk_gated_delta_rule": _packed_delta_rule,
+}
+"""Functions of transformers, which many of its modules have, and ours for packed rows."""
 
 
 # Wrapping -----------------------------------------------------------------------------------------
@@ -485,7 +605,7 @@ def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
         module = model.get_submodule(name)
         _runs_once(module, mixer)
         module._evenstep_mixer, module._evenstep_forward = mixer, module.forward
-        module.forward = MethodType(_forward_on_rows, module)
+        module.forward = partial(_forward_on_rows, module)
         parts = name.split(".")
         around |= {
             ".".join(parts[:k]): model.get_submodule(".".join(parts[:k]))

@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from evenstep.core.layout import Packed
@@ -23,14 +24,17 @@ from evenstep.integrations.hf_arguments import core_of, hf_kwargs, text_config, 
 from evenstep.integrations.mixers import (
     Axes,
     Mixer,
+    Mode,
     class_of,
     equal_lengths,
     is_of_tokens,
     leaves_of,
+    mixers_of,
     registered_in,
     release,
     run_on_rows,
 )
+from evenstep.integrations.packed_kernels import CHUNK
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
@@ -120,11 +124,11 @@ class Probe:
                 others = [self.sample(len(s)) if k in changed else s for k, s in enumerate(samples)]
                 outputs = self._packed(others, with_boundaries)
                 kept = [k for k in range(len(samples)) if k not in changed]
-                moved = self._distance([outputs[k] for k in kept], [packed[k] for k in kept])
+                moved = self.distance([outputs[k] for k in kept], [packed[k] for k in kept])
                 if not moved <= self.exact:
                     return f"packed segments affect each other (outputs moved by {moved:.1e})"
             alone = [self.run({"input_ids": s[None].to(self.device)})[0] for s in samples]
-            moved = self._distance(packed, alone)
+            moved = self.distance(packed, alone)
             if not moved <= self.close:
                 return f"packed outputs differ from those of each sample alone (by {moved:.1e})"
         if traits.rope_indexer is not None and (why := self._still_positions(samples)):
@@ -146,7 +150,7 @@ class Probe:
             mask = torch.ones_like(tokens)  # which switches the search for boundaries off
             inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
             alone.append(self.run(inputs)[0])
-        moved = self._distance(packed, alone)
+        moved = self.distance(packed, alone)
         if not moved <= self.close:
             return f"it takes the positions of images for boundaries (outputs moved by {moved:.1e})"
         return None
@@ -168,11 +172,11 @@ class Probe:
                     return str(error).partition(". ")[0]
                 except Exception:  # the model refuses such tokens without an image
                     continue
-                if not self._distance([after], [before]) <= self.exact:
+                if not self.distance([after], [before]) <= self.exact:
                     return f"tokens with {name}={kind} see each other both ways"
         return None
 
-    def _distance(self, outputs: list[Tensor], expected: list[Tensor]) -> float:
+    def distance(self, outputs: list[Tensor], expected: list[Tensor]) -> float:
         """The largest difference, relative to the largest value. In half precision the largest
         median of a sample: rounding may send single tokens to other experts."""
         scale = max(float(e.abs().max()) for e in expected) or 1.0
@@ -206,6 +210,27 @@ class Probe:
             if values is not None:
                 return values
         raise ValueError("outputs without logits or last_hidden_state")
+
+    def gradient(self) -> Tensor:
+        """That of a sum of packed outputs in the embeddings of their tokens."""
+        batch = packed_row([self.sample(length) for length in self.lengths], _TAIL)
+        leaves: list[Tensor] = []
+
+        def cut(module: Any, args: Any, output: Tensor) -> Tensor:
+            leaves.append(output.detach().requires_grad_())
+            return leaves[-1]
+
+        hook = core_of(self.model).get_input_embeddings().register_forward_hook(cut)
+        try:
+            with torch.enable_grad():
+                outputs = self.run(hf_kwargs(batch.to(self.device), self.model))
+                outputs = outputs[:, : sum(self.lengths)].float()
+                weights = torch.arange(outputs.numel(), device=self.device).cos()
+                total = (outputs * weights.view_as(outputs)).sum()
+        finally:
+            hook.remove()
+        (gradient,) = torch.autograd.grad(total, leaves)
+        return gradient[0]
 
 
 _COUNTED = re.compile(r"top_?k|budget|rate|ratio|chunk|block|stride|pool|ngram|kernel")
@@ -261,9 +286,11 @@ class MixerSearch:
         release(self.core)
         self.probe = Probe(model, carrying_lengths(model))
         self.lengths = self.probe.lengths
+        self.long = [2 * CHUNK + length for length in self.lengths]  # of several chunks
         sizes = {size for parameter in model.parameters() for size in parameter.shape}
         self.tail = next(n for n in range(3, 4096) if sum(self.lengths) + n not in sizes)
         self.samples = [self.probe.sample(length) for length in self.lengths]
+        self.others = [self.probe.sample(len(self.samples[0])), *self.samples[1:]]
         # Modules as they are, without boundaries, which some refuse.
         self.calls = self._calls(self.samples, with_boundaries=False)
         self.longer = self._calls([*self.samples, self.samples[0]], with_boundaries=False)
@@ -274,13 +301,12 @@ class MixerSearch:
 
     def run(self) -> str | None:
         """Wrap all mixers; why they cannot be found, else None."""
-        other = [self.probe.sample(len(self.samples[0])), *self.samples[1:]]
         last: set[str] = set()
         for _ in range(24):
             self._wrap()
             kinds = self._selecting() - self.kinds
             try:
-                leak = None if kinds else self._leak(self._calls(self.samples), self._calls(other))
+                leak = None if kinds else self._leak()
             except _RefusedError as error:
                 if not self._runs():  # so it was not the boundaries
                     if not last:
@@ -298,6 +324,51 @@ class MixerSearch:
                 return None
             last, self.kinds = kinds, self.kinds | kinds
         return "too many kinds of its layers carry state between segments"
+
+    def choose_modes(self) -> None:
+        """Run mixers packed instead of on rows, where their outputs and gradients stay the same:
+        with their own kernels, given boundaries, or with ours. Classes that were registered stay on
+        rows, because small forwards do not show their state."""
+        by_kind: dict[str, list[Mixer]] = {}
+        for module in mixers_of(self.core).values():
+            kind = class_of(module).__name__
+            if not module._evenstep_mixer.equal and kind not in registered_in(self.core):
+                by_kind.setdefault(kind, []).append(module._evenstep_mixer)
+        expected = self._gradient() if by_kind else None
+        for mixers in by_kind.values():
+            for mode in get_args(Mode):
+                for mixer in mixers:
+                    mixer.mode = mode
+                if mode == "rows" or self._is_exact(mode, expected):
+                    break
+
+    def _is_exact(self, mode: Mode, expected: Tensor | None) -> bool:
+        """Whether nothing leaks, and outputs and gradients are those of rows."""
+        with probing(self.model):
+            try:
+                if self._leak() is not None:
+                    return False
+            except Exception:
+                return False
+        if Probe.reason_of(self.model, self.long) is not None:
+            return False
+        # Kernels whose backward fails on rows, or was not run, may be replaced by ours.
+        if expected is None:
+            return mode == "kernels"
+        gradient = self._gradient()
+        return gradient is not None and (
+            self.probe.distance([gradient], [expected]) <= self.probe.close
+        )
+
+    def _gradient(self) -> Tensor | None:
+        """`Probe.gradient`; None if it raises, or if backwards of the model communicate."""
+        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
+            return None
+        with probing(self.model):
+            try:
+                return Probe(self.model, self.long).gradient()
+            except Exception:
+                return None
 
     def _runs(self) -> bool:
         try:
@@ -334,8 +405,9 @@ class MixerSearch:
                 mixer.equal |= call.kind in selecting or equal_lengths(call.kind)
         run_on_rows(self.core, mixers)
 
-    def _leak(self, before: list[_Call], after: list[_Call]) -> _Call | None:
+    def _leak(self) -> _Call | None:
         """The first call whose results at other segments changed and whose inputs did not."""
+        before, after = self._calls(self.samples), self._calls(self.others)
         first, end = self.lengths[0], sum(self.lengths)
 
         def moved(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
