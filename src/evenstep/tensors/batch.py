@@ -519,6 +519,7 @@ class View:
     slots: slice
     tile: int | None  # None for all slots
     shared: Batch | None = None  # whose slots the outputs are of, if these are not of this view
+    head: Any = None  # of the hidden states that the outputs are; None if they are logits
 
     @classmethod
     def of_all(cls, source: Batch | BatchShard) -> View:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,27 @@ HOMES = {
     "peft": "evenstep.integrations.huggingface",
 }
 _MAKERS: dict[str, Callable[[Any], Forward]] = {}
+_PLAIN: WeakSet[Any] = WeakSet()
 
 
 def call(model: Any, batch: Any) -> Any:
     """The forward of models that take a batch: `model(batch)`."""
     return model(batch)
+
+
+def mark_plain(forward: Forward) -> Forward:
+    """Declare that a forward returns the model's logits as they are, whatever the batch holds. Then
+    a runner may compute losses without them."""
+    _PLAIN.add(forward)
+    return forward
+
+
+def is_plain(forward: Forward) -> bool:
+    """Whether `mark_plain` was called."""
+    return forward in _PLAIN
+
+
+mark_plain(call)
 
 
 def register_forward(library: str, make: Callable[[Any], Forward]) -> None:
