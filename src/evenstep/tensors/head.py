@@ -396,11 +396,11 @@ class _Comparison:
                 product = product.detach().requires_grad_(gradients is not None)
                 logits, _ = _logits(product, self.formula)
                 result = self.function(logits.log_softmax(-1), slots[part])
-                values[part] = result.detach()
-                if gradients is not None:
-                    total = (result * factors[part]).sum()
-                    (change,) = torch.autograd.grad(total, product)
-                    gradients.add(part, change, states, narrow)
+                total = (result * factors[part]).sum()
+            values[part] = result.detach()
+            if gradients is not None:
+                (change,) = torch.autograd.grad(total, product)
+                gradients.add(part, change, states, narrow)
         return values
 
 

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, TypeAlias
 from weakref import WeakSet
@@ -97,6 +98,10 @@ def device_of(model: Any) -> torch.device | None:
     return None if device is not None and device.type == "meta" else device
 
 
+ASIDE: ContextVar[int] = ContextVar("ASIDE", default=0)
+"""How many `undisturbed` are entered: forwards in them are not those of a step."""
+
+
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
     """Evaluation mode, without gradients, compilation and warnings; everything as before after."""
@@ -105,6 +110,7 @@ def undisturbed(model: Any) -> Iterator[None]:
     devices = {p.device for each in modules[:1] for p in each.parameters()}
     for module in modules:
         module.training = False
+    outside = ASIDE.set(ASIDE.get() + 1)
     try:
         with (
             torch.random.fork_rng(devices=[each.index for each in devices if each.type == "cuda"]),
@@ -118,6 +124,7 @@ def undisturbed(model: Any) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
+        ASIDE.reset(outside)
         torch.clear_autocast_cache()  # casts without a gradient
 
 
