@@ -138,7 +138,7 @@ def test_router_logits_are_read_beside_it() -> None:
         torch.manual_seed(0)
         model = build("Mixtral", "sdpa", **SHAPE, **experts)
         losses = {
-            "nll": Loss(function=cross_entropy(head=head)),  # type: ignore[arg-type]
+            "nll": Loss(function=cross_entropy(head=head)),
             "aux": Loss(
                 function=load_balancing(top_k=2, over="sequence"), normalization=SequenceMean()
             ),

@@ -77,7 +77,9 @@ def every_loss() -> dict[str, tuple[PerSequence, Any, Any]]:
     """(loss, normalization, collator) by name: all losses that read logits."""
     extras = {name: replace(COLLATOR.extras["returns"]) for name in POLICY}
     policy = replace(COLLATOR, extras={**COLLATOR.extras, **extras})
-    ours = {name: (loss, SequenceMean(), policy) for name, loss in LOSSES.items()}
+    ours: dict[str, tuple[PerSequence, Any, Any]] = {
+        name: (loss, SequenceMean(), policy) for name, loss in LOSSES.items()
+    }
     no_model: Any = None
     for name, case in CASES.items():
         loss = None if "balance" in name else case.loss(no_model, [], no_model)
@@ -179,7 +181,7 @@ def test_autocast_around_a_step_is_that_of_the_logits() -> None:
     for head in (None, "model"):
         model = model_of().float()
         with torch.autocast("cpu", torch.bfloat16):
-            run_step(steps_of(GIANT, WORK)[0], model, cross_entropy(head=head))  # type: ignore[arg-type]
+            run_step(steps_of(GIANT, WORK)[0], model, cross_entropy(head=head))
         gradients.append(gradient_of(model))
     assert distance(gradients[1], gradients[0]) < 0.02
 
@@ -210,7 +212,7 @@ def test_scale_and_soft_cap_are_read_off(after: str) -> None:
     gradients = []
     for head in (None, "model"):
         model = Model(AFTER[after])
-        run_step(batches_of(), model, cross_entropy(head=head))  # type: ignore[arg-type]
+        run_step(batches_of(), model, cross_entropy(head=head))
         gradients.append(gradient_of(model))
     assert distance(gradients[1], gradients[0]) < (1e-6 if after == "float" else 1e-12)
 
@@ -261,7 +263,7 @@ def test_a_compiled_model_and_a_layer_with_an_adapter_keep_their_logits() -> Non
     with pytest.raises(ConfigError, match="compiled as a whole"):
         run_step(batches_of(), compiled, cross_entropy(head="model"))
     adapted = Model()
-    adapted.last = nn.Sequential(adapted.last)  # type: ignore[assignment]
+    adapted.last = nn.Sequential(adapted.last)
     with pytest.raises(ConfigError, match="is a Sequential, not a plain"):
         run_step(batches_of(), adapted, cross_entropy(head="model"))
 
@@ -326,8 +328,8 @@ def test_other_losses_read_other_outputs() -> None:
         balance = load_balancing(top_k=2, over="sequence")
         losses = {
             "aux": Loss(function=balance, normalization=AllTokens(), weight=0.1),
-            "nll": Loss(function=cross_entropy(head=head)),  # type: ignore[arg-type]
-            "policy": Loss(function=cross_entropy(head=head, z_loss=0.1), weight=0.5),  # type: ignore[arg-type]
+            "nll": Loss(function=cross_entropy(head=head)),
+            "policy": Loss(function=cross_entropy(head=head, z_loss=0.1), weight=0.5),
         }
         model = Routed()
         result = run_step(batches_of(), model, losses, mode="deferred", on_nonfinite="raise")
@@ -357,9 +359,14 @@ def test_scoring_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, recipe = samples_of([6, 3, 5]), Recipe(layout=Packed(max_tokens=8))
     expected = compute_log_probs(Model(), samples, recipe, entropy=True, temperature=0.7)
     monkeypatch.setattr(model_head, "SMALL", 0)
-    calls: list[int] = []
+    calls: list[Any] = []
     original = ModelHead.run
-    monkeypatch.setattr(ModelHead, "run", lambda *a: calls.append(1) or original(*a))
+
+    def run(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(ModelHead, "run", run)
     found = compute_log_probs(Model(), samples, recipe, entropy=True, temperature=0.7)
     assert calls
     for one, other in zip(found, expected, strict=True):

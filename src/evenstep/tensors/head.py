@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX
+from evenstep.tensors.batch import IGNORE_INDEX, labelled_slots
 
 HeadOption: TypeAlias = "Head | nn.Linear | Tensor | Literal['model'] | None"
 """The argument `head` of a loss."""
@@ -168,7 +168,8 @@ def score(
     if "log_normalizer" in wanted:
         normalizer = logits.logsumexp(-1)
     counts, every = labels != IGNORE_INDEX, (log_probs, entropy, mean, normalizer)
-    return Scores(*(torch.where(counts, each, nothing) for each in every), outputs.dtype)
+    log_probs, entropy, mean, normalizer = (torch.where(counts, each, nothing) for each in every)
+    return Scores(log_probs, entropy, mean, normalizer, outputs.dtype)
 
 
 def scorer(temperature: float, **wanted: bool) -> Callable[..., Scores]:
@@ -220,8 +221,9 @@ def _head_scores(
     formula = _Formula(head.scale, head.soft_cap, temperature, *computed)
     how = factors, dtype, chunk, formula, torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
-        fields = _HeadScores.apply(hidden, weight, bias, labels, *how)
-    return Scores(*fields[:4], dtype, *fields[4:])
+        fields = _HeadScores.apply(hidden, weight, bias, labels, labelled_slots(labels), *how)
+    log_probs, entropy, mean, normalizer, *weighted = fields
+    return Scores(log_probs, entropy, mean, normalizer, dtype, *weighted)
 
 
 def _layer(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor | None, torch.dtype, int]:
@@ -242,7 +244,7 @@ def _layer(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor | None, torch.dty
 
 def _chunk_of(vocabulary: int, dtype: torch.dtype) -> int:
     """Tokens whose logits take `_CHUNK_BYTES`."""
-    return max(1, _CHUNK_BYTES // (vocabulary * dtype.itemsize))
+    return max(1, _CHUNK_BYTES // (vocabulary * int(dtype.itemsize)))
 
 
 class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
@@ -261,13 +263,13 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        slots: Tensor,
         factors: Factors | None,
         dtype: torch.dtype,
         chunk: int,
         formula: _Formula,
         differentiable: bool,
     ) -> tuple[Tensor, ...]:
-        slots = (labels != IGNORE_INDEX).nonzero()[:, 0]
         states, chosen = hidden.index_select(0, slots).to(dtype), labels.index_select(0, slots)
         narrow, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         wide_dtype = torch.promote_types(dtype, torch.float32)
@@ -308,7 +310,7 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *by_label: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, slots, labels, scores, pair, unit = ctx.saved_tensors
         dtype, chunk, formula, gradients = ctx.how
-        last, none = by_label[-1], (None,) * 6
+        last, none = by_label[-1], (None,) * 7
         if all(each is None for each in by_label):
             return (None, None, None, *none)
         if gradients is not None and last is not None and last.stride(0) == 0:
@@ -360,7 +362,7 @@ def compare(
     formula = _Formula(scale, cap, temperature, entropy=False, means=False)
     # Its gradient takes about eight times the memory of the logits.
     comparison = _Comparison(function, formula, dtype, max(1, chunk // 8))
-    how = labels, weights, comparison, torch.is_grad_enabled()
+    how = labelled_slots(labels), weights, comparison, torch.is_grad_enabled()
     with torch.autocast(outputs.device.type, enabled=False):
         values: tuple[Tensor, Tensor] = _Compared.apply(outputs, weight, bias, *how)
     return values
@@ -416,12 +418,11 @@ class _Compared(torch.autograd.Function):  # type: ignore[misc]
         hidden: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        labels: Tensor,
+        slots: Tensor,
         weights: Tensor,
         comparison: _Comparison,
         differentiable: bool,
     ) -> tuple[Tensor, Tensor]:
-        slots = (labels != IGNORE_INDEX).nonzero()[:, 0]
         states = hidden.index_select(0, slots).to(comparison.dtype)
         wide_dtype = torch.promote_types(comparison.dtype, torch.float32)
         factors = weights.index_select(0, slots).to(wide_dtype)
@@ -434,7 +435,7 @@ class _Compared(torch.autograd.Function):  # type: ignore[misc]
         ctx.how = comparison, gradients
         ctx.save_for_backward(hidden, weight, bias, slots, factors, unit)
         spread = [
-            each.new_zeros(len(labels)).index_copy_(0, slots, each)
+            each.new_zeros(len(weights)).index_copy_(0, slots, each)
             for each in (values, values * factors)
         ]
         ctx.mark_non_differentiable(spread[0])

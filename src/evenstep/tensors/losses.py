@@ -349,8 +349,10 @@ def scores_of(
     scores = score(outputs, view.shared.labels.flatten(), head=view.head)
     slots, counts = view.shared.tree.slots, labels != IGNORE_INDEX
     fields = (scores.log_probs, scores.entropy, scores.mean_log_probs, scores.log_normalizer)
-    each_sample = (torch.where(counts, each.index_select(0, slots), 0.0) for each in fields)
-    return Scores(*each_sample, scores.dtype)
+    log_probs, entropy, mean, normalizer = (
+        torch.where(counts, each.index_select(0, slots), 0.0) for each in fields
+    )
+    return Scores(log_probs, entropy, mean, normalizer, scores.dtype)
 
 
 def _extra(view: View, counts: Tensor, name: str) -> Tensor:
@@ -616,7 +618,7 @@ def distillation(
 
         def divergence_of(student: Tensor, slots: Tensor) -> Tensor:
             if top is not None:
-                known, student = _at_top(*(each[slots] for each in top), student, rest)
+                known, student = _at_top(top[0][slots], top[1][slots], student, rest)
             else:
                 assert logits is not None
                 known = _teacher_log_probs(logits[slots], student, temperature)

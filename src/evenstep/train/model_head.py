@@ -279,5 +279,5 @@ class _Behind(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.zeros:
-            return (None,) * (2 + ctx.count)
+            return tuple([None] * (2 + ctx.count))
         return (gradient, None, *(torch.zeros_like(each) for each in ctx.saved_tensors))

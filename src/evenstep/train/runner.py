@@ -684,7 +684,8 @@ class StepRun:
         # older than this micro-batch, so that fully_shard reduces gradients before they have
         # arrived, and their values those of before the last update.
         torch.clear_autocast_cache()
-        head, in_head = self.heads.at(shard), {}
+        in_head: dict[str, Any] = {}
+        head = self.heads.at(shard)
         if head is None:
             outputs = self.runner.forward(self.runner.model, shard)
         else:
