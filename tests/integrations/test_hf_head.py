@@ -67,7 +67,7 @@ def test_the_gradient_is_that_of_the_logits(name: str) -> None:
 def test_the_default_makes_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, widths = llama("sdpa"), []
     _, expected = gradients(model, None)
-    monkeypatch.setattr(model_head, "SMALL", 0)
+    monkeypatch.setitem(model_head.SMALL, "cpu", 0)
     model.train()
     model.register_forward_hook(lambda m, _, outputs: widths.append(outputs.logits.shape[-1]))
     _, found = gradients(model, None)
@@ -96,7 +96,7 @@ def test_an_adapter_of_the_head_keeps_the_logits(monkeypatch: pytest.MonkeyPatch
     _, expected = gradients(model, None)
     with pytest.raises(ConfigError, match="not a plain"):
         gradients(model, "model")
-    monkeypatch.setattr(model_head, "SMALL", 0)
+    monkeypatch.setitem(model_head.SMALL, "cpu", 0)
     with pytest.warns(UserWarning, match="takes the memory of all logits"):
         _, found = gradients(model, None)
     assert furthest(found, expected) == 0.0

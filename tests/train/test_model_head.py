@@ -237,7 +237,7 @@ def test_a_model_that_does_more_keeps_its_logits(
     after, why = REFUSED[name]
     with pytest.raises(ConfigError, match=f"head='model' cannot be used with Model: .*{why}"):
         run_step(batches_of(), Model(after), cross_entropy(head="model"))
-    monkeypatch.setattr(model_head, "SMALL", 0)
+    monkeypatch.setitem(model_head.SMALL, "cpu", 0)
     if name == "an error":
         return
     model = Model(after)
@@ -283,7 +283,7 @@ class Watched(Model):
 
 
 def logits_made(monkeypatch: pytest.MonkeyPatch, loss: Any, **options: Any) -> int:
-    monkeypatch.setattr(model_head, "SMALL", 0)
+    monkeypatch.setitem(model_head.SMALL, "cpu", 0)
     model = Watched()
     run_step(batches_of(), model, loss, **options)
     return model.made
@@ -358,7 +358,7 @@ def test_frozen_layers_get_no_gradient() -> None:
 def test_scoring_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, recipe = samples_of([6, 3, 5]), Recipe(layout=Packed(max_tokens=8))
     expected = compute_log_probs(Model(), samples, recipe, entropy=True, temperature=0.7)
-    monkeypatch.setattr(model_head, "SMALL", 0)
+    monkeypatch.setitem(model_head.SMALL, "cpu", 0)
     calls: list[Any] = []
     original = ModelHead.run
 

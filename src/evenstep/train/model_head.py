@@ -31,9 +31,10 @@ from evenstep.tensors.head import Head
 from evenstep.tensors.losses import PerSequence, select_output
 from evenstep.train.framework import ASIDE, Forward, is_plain, undisturbed, unwrapped
 
-SMALL = 2**24
-"""Logits of a micro-batch up to which they are computed at once: the layer as it is launches fewer
-kernels, and saves no more than 240 MB."""
+SMALL = {"cuda": 2**24, "cpu": 2**30}
+"""Logits of a micro-batch, by device, up to which they are computed at once. On a GPU, no more than
+240 MB would be saved; on a CPU, where losses of hidden states are not compiled, they take longer.
+"""
 
 Compute: TypeAlias = Callable[[Tensor, Any], Sequence[Tensor]]
 """(hidden states (rows, width, hidden), head) -> tensors, such as the sums of losses."""
@@ -162,7 +163,8 @@ class Heads:
 
     def at(self, batch: Batch | BatchShard) -> ModelHead | None:
         """The head that computes the losses of this batch; None: they are computed from logits."""
-        large = batch.rows * batch.width * self._vocabulary > SMALL
+        least = SMALL.get(batch.device.type, SMALL["cuda"])
+        large = batch.rows * batch.width * self._vocabulary > least
         return self._find() if self._may and (self._must or large) else None
 
     def _find(self) -> ModelHead | None:
