@@ -205,10 +205,12 @@ if TYPE_CHECKING:
     from evenstep.testing.gradients import errors_of_parameters
     from evenstep.testing.plans import shortest_first
     from evenstep.train import collectives as collectives_module
+    from evenstep.train import model_head
     from evenstep.train import runner as runner_module
     from evenstep.train.collectives import Bundle, gather
     from evenstep.train.framework import call, device_of, forward_of
     from evenstep.train.gradients import Gradients, set_aside, sum_gradients
+    from evenstep.train.model_head import ModelHead
     from evenstep.train.normalization import weighted
     from evenstep.train.result import Timings
     from evenstep.train.rollouts import array_of, tensor_of

@@ -179,7 +179,7 @@ def test_a_tight_memory_recomputes_activations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "long.txt"
-    path.write_text("20000 20000 18000 19000\n" * 4)
+    path.write_text("26000 26000 24000 25000\n" * 4)
     options = ["--set", "topology.cp=1", "--set", "steps.samples=4"]
     run("tune", path, "--model", "qwen3-4b", "--gpu", "h200", "--ranks", 4, *options, "--json")
     assert all(row["checkpointing"] for row in printed(capsys)["settings"])

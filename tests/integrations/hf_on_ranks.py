@@ -47,8 +47,8 @@ def first_batch_packed_on_one_rank(rank: int, size: int) -> dict[str, Tensor]:
     return {key: full(p.grad) for key, p in model.named_parameters()}
 
 
-def wrapped(name: str, size: int) -> Any:
-    model = llama("sdpa")
+def wrapped(name: str, size: int, double: bool = False) -> Any:
+    model = llama("sdpa").double() if double else llama("sdpa")
     if name == "fsdp":
         mesh = init_device_mesh("cpu", (size,))
         for layer in model.model.layers:
@@ -60,3 +60,19 @@ def wrapped(name: str, size: int) -> Any:
 def full(gradient: Any) -> Tensor:
     whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     return whole.detach().clone()
+
+
+def gradients_in_head(rank: int, size: int, lengths: list[int]) -> dict[str, dict[str, Tensor]]:
+    """The gradient of a step on each framework, computed in the model's last layer."""
+    gradients = {}
+    recipe = Recipe(layout=Packed(max_tokens=10), topology=Topology(dp=size))
+    for name in ("plain", "ddp", "fsdp"):
+        model = wrapped(name, size, double=True)
+        stream = PlannedStream(InMemory(samples_of(lengths)), recipe, world=World(rank, size))
+        runner = Runner(model=model, loss=cross_entropy(head="model"), collective=Distributed())
+        for step in stream:
+            runner.run(step)
+        gradients[name] = {
+            key.removeprefix("module."): full(p.grad) for key, p in model.named_parameters()
+        }
+    return gradients

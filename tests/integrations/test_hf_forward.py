@@ -206,8 +206,8 @@ def test_virtual_tokens_in_padded_rows_are_refused() -> None:
 
 def test_a_head_that_does_more_is_refused() -> None:
     model = build("Llama", "sdpa", **SHAPE)
-    model.config.logit_scale = 2.0  # which Llama ignores
-    with pytest.raises(ConfigError, match="does more than its config says"):
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits.relu())
+    with pytest.raises(ConfigError, match="changes logits by more than a scale and a soft cap"):
         hf_head(model)
 
 

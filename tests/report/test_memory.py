@@ -158,9 +158,16 @@ def test_the_terms_of_one_device_are_those_of_the_formula() -> None:
     assert found.gathered == 2 * 128256 * 2048
     layer = 16 * 2048 + 4 * 2048 + 4 * 512 + 8 * 8192
     assert found.activations == 16 * layer * 10_000
-    assert found.logits == 14 * 128256 * 10_000
+    assert found.logits == 6e8 + 6 * 2048 * (128256 + 10_000)
     terms = ("weights", "optimizer", "summed_gradients", "gathered", "activations", "logits")
     assert found.peak == sum(getattr(found, name) for name in terms)
+
+
+def test_few_logits_are_computed_at_once() -> None:
+    logits = [memory_of(SIZE, Topology(), slots=n, micro_batches=1).logits for n in (130, 131)]
+    assert logits == [14 * 128256 * 130, 2 * 128256 * 131 + 6 * 2048 * (128256 + 131)]
+    shared = memory_of(SIZE, Topology(tp=2), slots=10_000, micro_batches=1)
+    assert shared.logits == 6e8 + 6 * 2048 * (128256 / 2 + 5_000)
 
 
 def test_one_micro_batch_holds_no_summed_gradients() -> None:

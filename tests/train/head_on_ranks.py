@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from evenstep import Packed
 from evenstep.demo import Decoder
@@ -15,7 +16,7 @@ from evenstep.errors import EvenstepError
 from evenstep.tensors import Head, cross_entropy
 from evenstep.train import Distributed, Runner
 from tests.internals import rotation
-from tests.train.on_ranks import Samples, wrapped
+from tests.train.on_ranks import Samples, decoder, wrapped
 from tests.train.running import Plan, steps_of
 from tests.train.steps import COLLATOR, LIMIT, SHAPE, Gradient, Work, gradient_of
 
@@ -59,3 +60,43 @@ def run_headless(rank: int, size: int, samples: Samples) -> dict[str, tuple[floa
         except EvenstepError as error:
             found[how] = str(error)
     return found
+
+
+WRAPPERS = (
+    "plain",
+    "ddp",
+    "ddp, unused parameters",
+    "fsdp",
+    "fsdp, root alone",
+    "fsdp, head by itself",
+    "fsdp, head by itself, kept whole",
+    "fsdp, tied",
+    "ddp, tied",
+    "fsdp + checkpoint",
+)
+
+
+def run_wrapped(rank: int, size: int, samples: Samples, how: str) -> tuple[float, Gradient, int]:
+    """(loss, gradient, micro-batches) of the second of two equal steps, computed in the head."""
+    no_plan: Any = None
+    plan = Plan("planned", Packed(max_tokens=LIMIT), dp=size)
+    step = steps_of(plan, Work(no_plan, samples))[rank]
+    model: Any = decoder(torch.float64)
+    if "tied" in how:
+        model.head.weight = model.embed.weight
+    if "by itself" in how:
+        mesh = init_device_mesh("cpu", (size,))
+        fully_shard(model.head, mesh=mesh, reshard_after_forward="kept" not in how)
+    if how == "fsdp, root alone":
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    elif "unused" in how:
+        model = DistributedDataParallel(model, find_unused_parameters=True)
+    else:
+        model, _ = wrapped(model, how, size)
+    ranks = Distributed()
+    loss = cross_entropy(head="model")
+    runner = Runner(model=model, loss=loss, collective=ranks, collate=COLLATOR)
+    for _ in range(2):
+        model.zero_grad()
+        result = runner.run(step).reduce(ranks)
+    return result.loss, gradient_of(model), result.num_micro_batches

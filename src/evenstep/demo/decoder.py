@@ -72,6 +72,10 @@ class Decoder(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.apply(_initialise)
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """The layer that makes logits, by the name that transformers has for it."""
+        return self.head
+
     def forward(self, batch: Batch | BatchShard) -> Tensor:
         """Logits, (rows, width, vocab)."""
         x = self.embed(batch.tokens)

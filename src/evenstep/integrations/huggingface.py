@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -54,7 +55,8 @@ from evenstep.tensors.batch import PER_SLOT, Batch
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import select_output
 from evenstep.tensors.segment_attention import one_segment_per_row
-from evenstep.train.framework import register_forward, unwrapped
+from evenstep.train.framework import mark_plain, register_forward, unwrapped
+from evenstep.train.model_head import Answer, ModelHead
 
 __all__ = [
     "HfCollate",
@@ -88,10 +90,10 @@ def hf_forward(
     the forward calls the wrapper that it is given, so that gradients are exchanged.
 
     outputs      "logits"; "hidden" for the last hidden states, (rows, width, hidden size), see
-                 `hf_head`, with logits of one slot only, if the model can; "router_logits" for a
-                 mixture of experts: a dict of `logits` and `router_logits`, (rows, width, layers,
-                 experts), for `load_balancing`. Without it, a model whose config says
-                 output_router_logits=True is refused in training
+                 `hf_head`, without computing logits; "router_logits" for a mixture of experts: a
+                 dict of `logits` and `router_logits`, (rows, width, layers, experts), for
+                 `load_balancing`. Without it, a model whose config says output_router_logits=True
+                 is refused in training
     temperature  what logits are divided by
     unsupported  for packed batches that the model does not support: "raise", or "pad", which warns
                  once and runs each segment in a row of its own. That takes more memory than the
@@ -109,7 +111,13 @@ def hf_forward(
             "temperature divides logits, but outputs='hidden' has none. Divide the logits that "
             "you compute from hidden states."
         )
+    return _make_forward(outputs, temperature, unsupported)
 
+
+@cache
+def _make_forward(
+    outputs: Outputs, temperature: float, unsupported: Unsupported
+) -> Callable[[Any, Batch], Any]:
     def forward(model: Any, batch: Batch) -> Any:
         refuse_shard(batch)
         if outputs != "router_logits" and torch.is_grad_enabled():
@@ -136,49 +144,36 @@ def hf_forward(
             tensors["logits"] = tensors["logits"] / temperature
         return tensors if outputs == "router_logits" else tensors[outputs]
 
-    return forward
+    return forward if outputs == "hidden" else mark_plain(forward)
 
 
 def hf_head(model: Any) -> Head:
-    """The model's last layer, with the scale and soft cap of its config, for `head=` of losses.
+    """The model's last layer, with the scale and soft cap of its forward, for `head=` of losses.
 
-    Compared once with the model's own logits, on a few tokens; a model whose head does more is
-    refused. `model.lm_head` alone would drop the scale and the soft cap.
+    Runners use it by themselves (head="model"). It is for loops of your own, with the hidden states
+    of `hf_forward(model, outputs="hidden")`. Scale and soft cap are read off a small forward; a
+    model that does more with its logits is refused.
 
-        forward = hf_forward(model, outputs="hidden")
-        runner = Runner(model=model, loss=cross_entropy(head=hf_head(model)), forward=forward)
+        hidden = hf_forward(model, outputs="hidden")(model, batch)
+        loss = cross_entropy(head=hf_head(model))(hidden, batch).loss
     """
-    core = core_of(model)
-    output, config = core.get_output_embeddings(), text_config(core)
-    if output is None:
-        raise ConfigError(f"{type(core).__name__} has no output embeddings.")
-    scale = 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        scale *= getattr(config, name, None) or 1.0
-    scale /= getattr(config, "logits_scaling", None) or 1.0
-    cap = getattr(config, "final_logit_softcapping", None)
-    head = Head(output, scale=scale, soft_cap=cap or None)
-    tokens = torch.full(
-        (1, 4), traits_of(core).plain_tokens(1)[0], device=next(core.parameters()).device
+    head = ModelHead.of(model, hf_forward(model))
+    if isinstance(head, ModelHead) and head.head is not None:
+        return head.head
+    raise ConfigError(
+        f"the head of {type(core_of(model)).__name__} cannot be used: "
+        f"{head or 'it has no output embeddings'}. Use its logits: hf_forward(model)."
     )
-    with torch.no_grad():
-        hidden, logits = _hidden_and_logits(unwrapped(model), {"input_ids": tokens})
-        ours = head(hidden[:, -logits.shape[1] :])
-    if not torch.allclose(ours, logits, rtol=1e-2, atol=float(logits.abs().max()) * 1e-3):
-        raise ConfigError(
-            f"the head of {type(core).__name__} does more than its config says. Use its logits: "
-            f"hf_forward(model)."
-        )
-    return head
 
 
 def _run(model: Any, batch: Batch, outputs: Outputs) -> dict[str, Tensor]:
     """What the model returns for a batch, (rows, width, ...) each, by its name."""
     kwargs, core, traits = hf_kwargs(batch, model), core_of(model), traits_of(model)
     if outputs == "hidden":
-        if core.get_output_embeddings() is None:
+        layer = core.get_output_embeddings()
+        if layer is None:
             return {"hidden": model(**kwargs).last_hidden_state}
-        return {"hidden": _hidden_and_logits(model, kwargs)[0]}
+        return {"hidden": _hidden(model, batch, layer, kwargs)}
     tensors: dict[str, Tensor] = {}
     if outputs == "router_logits":
         taken = traits.takes_any or "output_router_logits" in traits.parameters
@@ -206,24 +201,19 @@ def _run(model: Any, batch: Batch, outputs: Outputs) -> dict[str, Tensor]:
     return {"logits": logits, **tensors}
 
 
-def _hidden_and_logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Call the model and keep what its base model returns. DDP and fully_shard need the call to go
-    through the wrapper."""
-    core, kept = core_of(model), []
-    base = core.base_model
-    if base is core:
-        raise ConfigError(f"{type(core).__name__} has no base model to take hidden states from.")
+def _hidden(model: Any, batch: Batch, layer: Any, kwargs: dict[str, Any]) -> Tensor:
+    """What the model's last layer gets."""
 
-    def keep(module: Any, args: Any, outputs: Any) -> None:
-        kept.append(outputs[0] if isinstance(outputs, tuple) else outputs.last_hidden_state)
+    def call(model: Any, batch: Any) -> Any:
+        return model(**kwargs)
 
-    hook = base.register_forward_hook(keep)
-    try:
-        few = {"logits_to_keep": 1} if "logits_to_keep" in traits_of(core).parameters else {}
-        outputs = model(**kwargs, **few)
-    finally:
-        hook.remove()
-    return kept[-1], outputs.logits
+    answer = ModelHead(layer, None).run(call, model, batch, lambda hidden, _: [hidden])
+    if not isinstance(answer, Answer):
+        raise ConfigError(
+            f"{type(core_of(model)).__name__} does not call its last layer with one hidden state "
+            f"per slot. Use its logits: hf_forward(model)."
+        )
+    return answer.results[0]
 
 
 _WARNED: WeakSet[Any] = WeakSet()

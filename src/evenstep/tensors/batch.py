@@ -16,13 +16,14 @@ share a prefix (`Tree`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 from evenstep.core.text import attempt, counted, fill, line, one_of
 from evenstep.errors import ConfigError, InputError
@@ -201,11 +202,36 @@ class Slots(_Movable):
         """(rows, width) int64: the place of each slot in its tile, from 0."""
         return self.position_ids if self.place_ids is None else self.place_ids
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Copy to a device; `non_blocking` needs pinned memory."""
+        moved = _Movable.to(self, device, non_blocking)  # slots have made another class of this
+        if self.device.type == "cpu" and moved.device.type == "cuda":
+            slots = _find_labels(self.labels).pin_memory().to(device, non_blocking=non_blocking)
+            _labelled[moved.labels] = moved.labels._version, slots
+        return moved
+
     @property
     def token_mask(self) -> Tensor:
         """(rows, width) bool: True for real tokens, False for padding."""
         flat = self.segment_ids.reshape(-1)
         return (self.places.reshape(-1) < self.seqlens[flat]).view_as(self.tokens)
+
+
+_labelled: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()
+"""Of labels that were copied to a GPU: their version then, and the slots that have one."""
+
+
+def _find_labels(labels: Tensor) -> Tensor:
+    return (labels.flatten() != IGNORE_INDEX).nonzero()[:, 0]
+
+
+def labelled_slots(labels: Tensor) -> Tensor:
+    """(n) int64: the slots that have a label. The device is not waited for if the labels are those
+    of a batch, as `Batch.to` copied them."""
+    whole = labels if labels._base is None else labels._base
+    version, slots = _labelled.get(whole, (-1, labels))
+    known = version == labels._version and whole.numel() == labels.numel()
+    return slots if known else _find_labels(labels)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -521,6 +547,7 @@ class View:
     slots: slice
     tile: int | None  # None for all slots
     shared: Batch | None = None  # whose slots the outputs are of, if these are not of this view
+    head: Any = None  # of the hidden states that the outputs are; None if they are logits
 
     @classmethod
     def of_all(cls, source: Batch | BatchShard) -> View:

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from torch.nn import functional
 
 from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX
+from evenstep.tensors.batch import IGNORE_INDEX, labelled_slots
 
+HeadOption: TypeAlias = "Head | nn.Linear | Tensor | Literal['model'] | None"
+"""The argument `head` of a loss."""
 Wanted: TypeAlias = frozenset[str]
 """Of: entropy, mean_log_probs, log_normalizer."""
 
@@ -40,7 +42,10 @@ _LEAST = -1e4  # of a log-prob that is multiplied by its probability: 0 * -inf w
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """The last linear layer of a model, for losses of models that return hidden states.
+    """The last linear layer of a model, for losses of hidden states.
+
+    A runner finds it by itself (`head="model"` of losses says that it must); pass one for a model
+    that returns hidden states instead of logits.
 
     linear    `nn.Linear`, whose weight and bias are read when a loss runs, or a weight of shape
               (vocabulary, hidden)
@@ -49,8 +54,8 @@ class Head:
     chunk     tokens whose logits are in memory at once, at most; by default as many as take 600 MB
 
     Gradients of hidden states, weight and bias are those of the logits; the gradient of the weight
-    is summed over chunks in float32 or wider. With `fully_shard`, the root module must hold the
-    layer, so that its weight is whole when the loss runs.
+    is summed over chunks in float32 or wider. With `fully_shard` and a model that returns hidden
+    states, the root module must hold the layer, so that its weight is whole when the loss runs.
 
     >>> linear = nn.Linear(8, 100)
     >>> Head(linear, soft_cap=30.0)(torch.zeros(2, 8)).shape
@@ -69,7 +74,7 @@ class Head:
         if not plain and not isinstance(self.linear, Tensor):
             raise ConfigError(
                 f"head must be a plain nn.Linear or a weight (vocabulary, hidden), got "
-                f"{type(self.linear).__name__}. Let the model return logits instead."
+                f"{type(self.linear).__name__}. Pass 'model' for the model's own, or leave it out."
             )
         positive("scale", abs(self.scale))
         positive("soft_cap", self.soft_cap)
@@ -85,8 +90,10 @@ class Head:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @classmethod
-    def of(cls, head: Head | nn.Linear | Tensor | None) -> Head | None:
+    def of(cls, head: HeadOption) -> Head | Literal["model"] | None:
         """A head from the argument of a loss."""
+        if isinstance(head, str) and head == "model":
+            return "model"
         return head if head is None or isinstance(head, Head) else cls(head)
 
     @property
@@ -115,6 +122,8 @@ class Scores:
     """The mean of the log-probs of the whole vocabulary."""
     log_normalizer: Tensor
     """logsumexp of the logits."""
+    dtype: torch.dtype
+    """Of the logits."""
     weighted: Tensor | None = None
     """With a head and factors: `times(factors)`. No other field has a gradient then."""
 
@@ -142,12 +151,12 @@ def score(
     with a head, the logits are then computed once instead of twice.
     """
     if head is not None:
-        return Scores(*_head_scores(outputs, labels, head, temperature, wanted, factors))
+        return _head_scores(outputs, labels, head, temperature, wanted, factors)
     logits = wide(outputs) if temperature == 1.0 else wide(outputs) / temperature
     entropy = mean = normalizer = nothing = logits.new_zeros(len(labels))
     if not wanted:
         nll = functional.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
-        return Scores(-nll, nothing, nothing, nothing)
+        return Scores(-nll, nothing, nothing, nothing, outputs.dtype)
     all_log_probs = logits.log_softmax(-1)
     log_probs = all_log_probs.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
     if "entropy" in wanted:
@@ -159,16 +168,15 @@ def score(
     if "log_normalizer" in wanted:
         normalizer = logits.logsumexp(-1)
     counts, every = labels != IGNORE_INDEX, (log_probs, entropy, mean, normalizer)
-    return Scores(*(torch.where(counts, each, nothing) for each in every))
+    log_probs, entropy, mean, normalizer = (torch.where(counts, each, nothing) for each in every)
+    return Scores(log_probs, entropy, mean, normalizer, outputs.dtype)
 
 
-def scorer(
-    head: Head | nn.Linear | Tensor | None, temperature: float, **wanted: bool
-) -> Callable[..., Scores]:
+def scorer(temperature: float, **wanted: bool) -> Callable[..., Scores]:
     """`score` with the options of a loss; `wanted` says which fields are computed."""
     positive("temperature", temperature)
     names = frozenset(name for name, computed in wanted.items() if computed)
-    return functools.partial(score, head=Head.of(head), temperature=temperature, wanted=names)
+    return functools.partial(score, temperature=temperature, wanted=names)
 
 
 def wide(values: Tensor) -> Tensor:
@@ -192,7 +200,8 @@ def label_log_probs(
     >>> label_log_probs(torch.zeros(2, 4), torch.tensor([3, -100])).exp().tolist()
     [0.25, 1.0]
     """
-    return score(logits, labels, head=Head.of(head), temperature=temperature).log_probs
+    layer = head if head is None or isinstance(head, Head) else Head(head)
+    return score(logits, labels, head=layer, temperature=temperature).log_probs
 
 
 # Scores from hidden states, a chunk of logits at a time --------------------------------------
@@ -205,8 +214,20 @@ def _head_scores(
     temperature: float,
     wanted: Wanted,
     factors: Factors | None,
-) -> tuple[Tensor, ...]:
-    """The fields of `Scores` for (n, hidden) states; 0 where the label is ignored."""
+) -> Scores:
+    """The scores of (n, hidden) states; 0 where the label is ignored."""
+    weight, bias, dtype, chunk = _layer(hidden, head)
+    computed = "entropy" in wanted, "mean_log_probs" in wanted
+    formula = _Formula(head.scale, head.soft_cap, temperature, *computed)
+    how = factors, dtype, chunk, formula, torch.is_grad_enabled()
+    with torch.autocast(hidden.device.type, enabled=False):
+        fields = _HeadScores.apply(hidden, weight, bias, labels, labelled_slots(labels), *how)
+    log_probs, entropy, mean, normalizer, *weighted = fields
+    return Scores(log_probs, entropy, mean, normalizer, dtype, *weighted)
+
+
+def _layer(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor | None, torch.dtype, int]:
+    """(weight, bias, dtype of the logits, tokens of a chunk)."""
     weight, bias = head.weight_and_bias
     if hidden.shape[-1] != weight.shape[-1]:
         raise InputError(
@@ -218,13 +239,12 @@ def _head_scores(
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    chunk = head.chunk or max(1, _CHUNK_BYTES // (len(weight) * dtype.itemsize))
-    fields = "entropy" in wanted, "mean_log_probs" in wanted
-    formula = _Formula(head.scale, head.soft_cap, temperature, *fields)
-    how = factors, dtype, chunk, formula, torch.is_grad_enabled()
-    with torch.autocast(device, enabled=False):
-        scores: tuple[Tensor, ...] = _HeadScores.apply(hidden, weight, bias, labels, *how)
-    return scores
+    return weight, bias, dtype, head.chunk or _chunk_of(len(weight), dtype)
+
+
+def _chunk_of(vocabulary: int, dtype: torch.dtype) -> int:
+    """Tokens whose logits take `_CHUNK_BYTES`."""
+    return max(1, _CHUNK_BYTES // (vocabulary * int(dtype.itemsize)))
 
 
 class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
@@ -243,13 +263,13 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        slots: Tensor,
         factors: Factors | None,
         dtype: torch.dtype,
         chunk: int,
         formula: _Formula,
         differentiable: bool,
     ) -> tuple[Tensor, ...]:
-        slots = (labels != IGNORE_INDEX).nonzero()[:, 0]
         states, chosen = hidden.index_select(0, slots).to(dtype), labels.index_select(0, slots)
         narrow, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         wide_dtype = torch.promote_types(dtype, torch.float32)
@@ -290,7 +310,9 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *by_label: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, slots, labels, scores, pair, unit = ctx.saved_tensors
         dtype, chunk, formula, gradients = ctx.how
-        last, none = by_label[-1], (None,) * 6
+        last, none = by_label[-1], (None,) * 7
+        if all(each is None for each in by_label):
+            return (None, None, None, *none)
         if gradients is not None and last is not None and last.stride(0) == 0:
             return (*gradients.results(hidden, weight, bias, slots, last[0] * unit), *none)
         if gradients is not None:
@@ -315,6 +337,125 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         return (*again.results(hidden, weight, bias, slots, None), *none)
 
 
+# A function of whole distributions, a chunk of them at a time ---------------------------------
+
+Comparison: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(log-probs (m, vocabulary), slots (m)) -> values (m)."""
+
+
+def compare(
+    outputs: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    function: Comparison,
+    *,
+    head: Head | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """(n) values of a function of distributions, and the same times `weights`, whose sum is the
+    loss. Only the second has a gradient. Both are 0 where the label is ignored."""
+    weight = bias = None
+    dtype, chunk = outputs.dtype, _chunk_of(outputs.shape[-1], outputs.dtype)
+    if head is not None:
+        weight, bias, dtype, chunk = _layer(outputs, head)
+    scale, cap = (1.0, None) if head is None else (head.scale, head.soft_cap)
+    formula = _Formula(scale, cap, temperature, entropy=False, means=False)
+    # Its gradient takes about eight times the memory of the logits.
+    comparison = _Comparison(function, formula, dtype, max(1, chunk // 8))
+    how = labelled_slots(labels), weights, comparison, torch.is_grad_enabled()
+    with torch.autocast(outputs.device.type, enabled=False):
+        values: tuple[Tensor, Tensor] = _Compared.apply(outputs, weight, bias, *how)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """A function of distributions, and how these are made."""
+
+    function: Comparison
+    formula: _Formula
+    dtype: torch.dtype
+    chunk: int
+
+    def run(
+        self,
+        states: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        slots: Tensor,
+        factors: Tensor,
+        gradients: _Gradients | None,
+    ) -> Tensor:
+        """The values of these slots; adds the gradient of their sum times factors."""
+        values = torch.empty_like(factors)
+        narrow = None if weight is None else weight.to(self.dtype)
+        offset = None if bias is None else bias.to(self.dtype)
+        for part in _chunks(len(slots), self.chunk):
+            product = states[part]
+            if narrow is not None:
+                product = functional.linear(product, narrow, offset)
+            with torch.set_grad_enabled(gradients is not None):
+                product = product.detach().requires_grad_(gradients is not None)
+                logits, _ = _logits(product, self.formula)
+                result = self.function(logits.log_softmax(-1), slots[part])
+                total = (result * factors[part]).sum()
+            values[part] = result.detach()
+            if gradients is not None:
+                (change,) = torch.autograd.grad(total, product)
+                gradients.add(part, change, states, narrow)
+        return values
+
+
+class _Compared(torch.autograd.Function):  # type: ignore[misc]
+    """Hidden states, or logits, -> values of a comparison, and these times weights.
+
+    Gradients are computed in the forward, as in `_HeadScores`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        slots: Tensor,
+        weights: Tensor,
+        comparison: _Comparison,
+        differentiable: bool,
+    ) -> tuple[Tensor, Tensor]:
+        states = hidden.index_select(0, slots).to(comparison.dtype)
+        wide_dtype = torch.promote_types(comparison.dtype, torch.float32)
+        factors = weights.index_select(0, slots).to(wide_dtype)
+        unit = torch.cat((factors.abs(), factors.new_full((1,), 1e-30))).amax()
+        gradients = None
+        if differentiable:
+            gradients = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
+        values = comparison.run(states, weight, bias, slots, factors / unit, gradients)
+        ctx.set_materialize_grads(False)
+        ctx.how = comparison, gradients
+        ctx.save_for_backward(hidden, weight, bias, slots, factors, unit)
+        spread = [
+            each.new_zeros(len(weights)).index_copy_(0, slots, each)
+            for each in (values, values * factors)
+        ]
+        ctx.mark_non_differentiable(spread[0])
+        return spread[0], spread[1]
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, by_label: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, slots, factors, unit = ctx.saved_tensors
+        (comparison, gradients), none = ctx.how, (None,) * 4
+        if by_label is None or gradients is None:
+            return (None, None, None, *none)
+        if by_label.stride(0) == 0:
+            return (*gradients.results(hidden, weight, bias, slots, by_label[0] * unit), *none)
+        states = hidden.index_select(0, slots).to(comparison.dtype)
+        again = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
+        each = by_label.index_select(0, slots) * factors
+        comparison.run(states, weight, bias, slots, each, again)
+        return (*again.results(hidden, weight, bias, slots, None), *none)
+
+
 @dataclass(frozen=True, slots=True)
 class _Formula:
     """How a product becomes logits, and which scores are computed besides log-probs."""
@@ -336,18 +477,24 @@ class _Gradients:
 
     @classmethod
     def of(
-        cls, states: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, bool, bool]
+        cls,
+        states: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        needed: tuple[bool, bool, bool],
     ) -> _Gradients:
         sums = torch.promote_types(states.dtype, torch.float32)
         return cls(
             torch.empty_like(states) if needed[0] else None,
-            torch.zeros_like(weight, dtype=sums) if needed[1] else None,
+            torch.zeros_like(weight, dtype=sums) if weight is not None and needed[1] else None,
             torch.zeros_like(bias, dtype=sums) if bias is not None and needed[2] else None,
         )
 
-    def add(self, part: slice, change: Tensor, states: Tensor, weight: Tensor) -> None:
-        """Add a chunk: `change` is the gradient by each of its products."""
-        if self.states is not None:
+    def add(self, part: slice, change: Tensor, states: Tensor, weight: Tensor | None) -> None:
+        """Add a chunk: `change` is the gradient by each of its products, or by each state."""
+        if self.states is not None and weight is None:
+            self.states[part] = change
+        elif self.states is not None:
             torch.mm(change, weight, out=self.states[part])
         if self.weight is not None:
             if change.dtype == self.weight.dtype:
@@ -365,7 +512,7 @@ class _Gradients:
     def results(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         slots: Tensor,
         factor: Tensor | None,
@@ -381,14 +528,12 @@ class _Gradients:
         if self.states is not None:
             of_hidden = torch.zeros_like(hidden)
             of_hidden.index_copy_(0, slots, times(self.states, hidden.dtype))
-        of_bias = None
-        if bias is not None and self.bias is not None:
-            of_bias = times(self.bias, bias.dtype)
-        return (
-            of_hidden,
-            None if self.weight is None else times(self.weight, weight.dtype),
-            of_bias,
+        pairs = ((self.weight, weight), (self.bias, bias))
+        of_weight, of_bias = (
+            None if gradient is None or tensor is None else times(gradient, tensor.dtype)
+            for gradient, tensor in pairs
         )
+        return of_hidden, of_weight, of_bias
 
 
 def _chunks(count: int, most: int) -> Iterator[slice]:

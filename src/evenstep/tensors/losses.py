@@ -17,12 +17,22 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evenstep.core.text import one_of, whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard, View
-from evenstep.tensors.head import Factors, Head, Scores, at_least_zero, positive, scorer, wide
+from evenstep.tensors.head import (
+    Factors,
+    Head,
+    HeadOption,
+    Scores,
+    at_least_zero,
+    compare,
+    positive,
+    scorer,
+    wide,
+)
 
 Reduction: TypeAlias = Literal["sum", "mean", "min", "max"]
 
@@ -215,10 +225,17 @@ class PerSequence:
     scores_slots: bool = False
     """Of vectorised functions that read outputs by `scores_of` only: where samples share a prefix,
     they get the outputs of the batch's slots. Others get those of each sample."""
+    takes_hidden: bool = False
+    """Whether outputs may be hidden states, with `View.head`."""
+    head: Head | Literal["model"] | None = None
+    """Of models that return hidden states, or "model": a runner must use the model's own. None: a
+    runner uses it if it can. Without a runner, outputs are logits in both cases."""
 
-    def __call__(self, outputs: Any, batch: Batch | BatchShard) -> Sums:
-        """Sums over `batch` from the model's (rows, width, ...) outputs."""
+    def __call__(self, outputs: Any, batch: Batch | BatchShard, head: Head | None = None) -> Sums:
+        """Sums over `batch` from the model's (rows, width, ...) outputs; with `head`, these are
+        hidden states."""
         outputs = select_output(outputs, self.output, batch.rows, batch.width)
+        head = self.head if isinstance(self.head, Head) else head
         if tuple(outputs.shape[:2]) != (batch.rows, batch.width):
             raise InputError(
                 f"outputs have shape {tuple(outputs.shape)}, but the batch has {batch.rows} rows "
@@ -226,21 +243,21 @@ class PerSequence:
                 f"(rows, width, ...)."
             )
         if self.vectorised:
-            return self._at_once(outputs, batch)
+            return self._at_once(outputs, batch, head)
         if isinstance(batch, BatchShard):
             raise InputError(
                 "a function of whole sequences cannot run on a batch shard. Join the outputs of "
                 "all ranks first, or set vectorised=True if each value depends on one token only."
             )
-        return self._one_by_one(outputs, batch)
+        return self._one_by_one(outputs, batch, head)
 
     def looped(self) -> PerSequence:
         """The same function, run on one sequence at a time."""
         return replace(self, vectorised=False)
 
-    def _at_once(self, outputs: Tensor, batch: Batch | BatchShard) -> Sums:
+    def _at_once(self, outputs: Tensor, batch: Batch | BatchShard, head: Head | None) -> Sums:
         tree = batch.tree
-        view = View.of_all(batch if tree is None else tree.samples)
+        view = replace(View.of_all(batch if tree is None else tree.samples), head=head)
         if tree is not None and self.scores_slots:
             assert isinstance(batch, Batch)
             view = replace(view, shared=batch)
@@ -257,16 +274,17 @@ class PerSequence:
         by_tile, real = view.sum_by_segment(values), view.source.sample_ids >= 0
         return Sums(values.sum(), metrics, by_tile, real, values.detach())
 
-    def _one_by_one(self, outputs: Tensor, batch: Batch) -> Sums:
+    def _one_by_one(self, outputs: Tensor, batch: Batch, head: Head | None) -> Sums:
         if batch.tree is not None:
             outputs, batch = batch.tree.of_samples(outputs), batch.tree.samples
-        flat, views = outputs.flatten(0, 1), View.of_segments(batch)
+        flat = outputs.flatten(0, 1)
+        views = [replace(view, head=head) for view in View.of_segments(batch)]
         outcomes = [self._outcome(flat[view.slots], view) for view in views]
         values, metrics = [value for value, _ in outcomes], [each for _, each in outcomes]
         if not views:
             # Ranks that reduce metrics need the same names: the function runs on the padding of
             # the empty micro-batch, and its values are discarded.
-            padding = View(batch, slice(0, int(batch.cu_seqlens[1])), 0)
+            padding = View(batch, slice(0, int(batch.cu_seqlens[1])), 0, head=head)
             with torch.no_grad():
                 _, measured = self._outcome(flat[padding.slots], padding)
             metrics = [{name: metric.emptied() for name, metric in measured.items()}]
@@ -292,11 +310,11 @@ Formulated: TypeAlias = tuple[Tensor, dict[str, Any]]
 
 
 def _per_token(
-    formula: Callable[[Tensor, View, Tensor, Tensor], Formulated], *, scores_slots: bool = False
+    formula: Callable[[Tensor, View, Tensor, Tensor], Formulated], **options: Any
 ) -> PerSequence:
     """The weighted sum of `formula(outputs, view, labels, whether slots have a label)`.
 
-    Its metrics are means over loss tokens. With `scores_slots`, it reads outputs by `scores_of`.
+    Its metrics are means over loss tokens. `options` are those of `PerSequence`.
     """
 
     def loss(outputs: Tensor, view: View) -> Outcome:
@@ -305,7 +323,7 @@ def _per_token(
         value, metrics = formula(outputs, view, labels, counts)
         return value * view.loss_weights, _means(metrics, counts)
 
-    return PerSequence(loss, vectorised=True, scores_slots=scores_slots)
+    return PerSequence(loss, vectorised=True, **options)
 
 
 def _means(metrics: Mapping[str, Any], counts: Tensor) -> dict[str, Metric]:
@@ -327,11 +345,14 @@ def scores_of(
     """The scores of labels of a view. A slot that samples share is scored once, then its scores
     are those of each sample, so that its gradient is the sum of theirs."""
     if view.shared is None or view.shared.tree is None:
-        return score(outputs, labels, factors=factors)
-    scores = score(outputs, view.shared.labels.flatten())
+        return score(outputs, labels, head=view.head, factors=factors)
+    scores = score(outputs, view.shared.labels.flatten(), head=view.head)
     slots, counts = view.shared.tree.slots, labels != IGNORE_INDEX
     fields = (scores.log_probs, scores.entropy, scores.mean_log_probs, scores.log_normalizer)
-    return Scores(*(torch.where(counts, each.index_select(0, slots), 0.0) for each in fields))
+    log_probs, entropy, mean, normalizer = (
+        torch.where(counts, each.index_select(0, slots), 0.0) for each in fields
+    )
+    return Scores(log_probs, entropy, mean, normalizer, scores.dtype)
 
 
 def _extra(view: View, counts: Tensor, name: str) -> Tensor:
@@ -344,13 +365,17 @@ def cross_entropy(
     temperature: float = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    head: Head | nn.Linear | Tensor | None = None,
+    head: HeadOption = None,
 ) -> PerSequence:
     """The weighted sum of the negative log-likelihood of the labels.
 
     Per token: -(1 - e) log p(label) - e * mean of log p over the vocabulary + z * logsumexp², where
-    e is `label_smoothing` and z is `z_loss`. Logits are divided by `temperature` first. With
-    `head`, the model returns hidden states; see `Head`. The metric `nll` is -log p(label).
+    e is `label_smoothing` and z is `z_loss`. Logits are divided by `temperature` first. The metric
+    `nll` is -log p(label).
+
+    A runner computes the loss from the hidden states before the model's last layer, a part of the
+    logits at a time, if it finds that layer and logits are large. head="model" says that it must;
+    with a `Head`, the model returns hidden states.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.tensors import Collator
@@ -362,7 +387,7 @@ def cross_entropy(
     """
     at_least_zero("label_smoothing", label_smoothing, below=1)
     at_least_zero("z_loss", z_loss)
-    score = scorer(head, temperature, mean_log_probs=label_smoothing > 0, log_normalizer=z_loss > 0)
+    score = scorer(temperature, mean_log_probs=label_smoothing > 0, log_normalizer=z_loss > 0)
 
     def loss(outputs: Tensor, view: View) -> Outcome:
         labels, weights = view.labels, view.loss_weights
@@ -376,7 +401,9 @@ def cross_entropy(
             value = value + metrics["z_loss"] * weights
         return value, _means(metrics, counts)
 
-    return PerSequence(loss, vectorised=True, scores_slots=True)
+    return PerSequence(
+        loss, vectorised=True, scores_slots=True, takes_hidden=True, head=Head.of(head)
+    )
 
 
 Ratio: TypeAlias = Literal["token", "sequence"]
@@ -405,7 +432,7 @@ def policy_gradient(
     entropy_weight: float | None = None,
     temperature: float = 1.0,
     ratio: Ratio = "token",
-    head: Head | nn.Linear | Tensor | None = None,
+    head: HeadOption = None,
 ) -> PerSequence:
     """The weighted sum of the clipped policy-gradient loss of PPO and GRPO.
 
@@ -420,7 +447,7 @@ def policy_gradient(
                     log-prob, clamped as above; `kl_estimator` k1 adds -d and k2 adds d² / 2 instead
     entropy_weight  subtracts entropy_weight * entropy; 0 computes the metric only
     temperature     divides the logits, as when the tokens were sampled
-    head            the model returns hidden states; see `Head`
+    head            as in `cross_entropy`
 
     Extras: `old_log_probs` per token, `advantages` per token or per sequence,
     `reference_log_probs` per token if `kl_weight` is not 0, and `rollout_log_probs` per token with
@@ -429,12 +456,12 @@ def policy_gradient(
         result = run_step(step, model, policy_gradient(clip_high=0.28, kl_weight=0.01))
     """
     _check_policy(ratio, kl_estimator, clip_low, clip_high, dual_clip, importance_cap)
-    score = scorer(head, temperature, entropy=entropy_weight is not None)
+    score = scorer(temperature, entropy=entropy_weight is not None)
 
     def formula(outputs: Tensor, view: View, labels: Tensor, counts: Tensor) -> Formulated:
         scores = scores_of(score, outputs, view, labels)
         new, old = scores.log_probs, _extra(view, counts, "old_log_probs")
-        bound = MOST_LOG_RATIO_HALF if outputs.dtype == torch.float16 else MOST_LOG_RATIO
+        bound = MOST_LOG_RATIO_HALF if scores.dtype == torch.float16 else MOST_LOG_RATIO
         rise = new - old if ratio == "token" else _sequence_mean(new - old, view, counts)
         change = rise.clamp(-bound, bound).exp()
         value, metrics = _clipped(change, view, counts, clip_low, clip_high, dual_clip)
@@ -453,7 +480,7 @@ def policy_gradient(
             value = value - entropy_weight * scores.entropy
         return value, metrics
 
-    return _per_token(formula, scores_slots=True)
+    return _per_token(formula, scores_slots=True, takes_hidden=True, head=Head.of(head))
 
 
 def _check_policy(
@@ -548,6 +575,7 @@ def distillation(
     temperature: float = 1.0,
     rest: Rest = "bucket",
     teacher: Callable[[Any], Any] | None = None,
+    head: HeadOption = None,
 ) -> PerSequence:
     """The weighted sum of the divergence between a teacher's and the model's distribution.
 
@@ -557,7 +585,8 @@ def distillation(
     reverse_kl  KL(s, t)
     jsd         beta KL(t, m) + (1 - beta) KL(s, m), where m = beta t + (1 - beta) s
 
-    `temperature` divides the logits of both; the loss is not multiplied by its square.
+    `temperature` divides the logits of both; the loss is not multiplied by its square. `head` is
+    that of `cross_entropy`: distributions are compared a few tokens at a time.
 
     The teacher's distribution is one of:
 
@@ -580,18 +609,26 @@ def distillation(
             f"reverse_kl (1)."
         )
 
-    def formula(outputs: Tensor, view: View, _: Tensor, counts: Tensor) -> Formulated:
-        student = (wide(outputs) / temperature).log_softmax(-1)
-        if teacher is not None or "teacher_logits" in view.source.aligned:
-            known = _teacher_log_probs(teacher, view, temperature, student)
-        else:
-            known, student = _top(view, student, counts, rest)
-        # Slots without a label may hold anything, also NaN.
-        known = torch.where(counts[:, None], known, student.detach())
-        value = torch.where(counts, _divergence(known, student, divergence, beta), 0.0)
-        return value, {divergence: value}
+    def loss(outputs: Tensor, view: View) -> Outcome:
+        labels, top = view.labels, None
+        counts = labels != IGNORE_INDEX
+        logits = _teacher_logits(teacher, view)
+        if logits is None:
+            top = _top(view, counts)
 
-    return _per_token(formula)
+        def divergence_of(student: Tensor, slots: Tensor) -> Tensor:
+            if top is not None:
+                known, student = _at_top(top[0][slots], top[1][slots], student, rest)
+            else:
+                assert logits is not None
+                known = _teacher_log_probs(logits[slots], student, temperature)
+            return _divergence(known, student, divergence, beta)
+
+        options = {"head": view.head, "temperature": temperature}
+        value, weighted = compare(outputs, labels, view.loss_weights, divergence_of, **options)
+        return weighted, _means({divergence: value}, counts)
+
+    return PerSequence(loss, vectorised=True, takes_hidden=True, head=Head.of(head))
 
 
 def _divergence(t: Tensor, s: Tensor, which: Divergence, beta: float) -> Tensor:
@@ -611,22 +648,24 @@ def _kl(first: Tensor, second: Tensor) -> Tensor:
     return (first.exp() * ratio).sum(-1)
 
 
-def _teacher_log_probs(
-    teacher: Callable[[Any], Any] | None, view: View, temperature: float, student: Tensor
-) -> Tensor:
-    """(n, vocabulary): of the teacher itself, else of the extra 'teacher_logits'."""
+def _teacher_logits(teacher: Callable[[Any], Any] | None, view: View) -> Tensor | None:
+    """(n, vocabulary): of the teacher itself, else of the extra 'teacher_logits', else None."""
     batch = view.source
     if teacher is not None:
         with torch.no_grad():
             outputs = select_output(teacher(batch), "logits", batch.rows, batch.width)
-        logits = view.flat(outputs)
-    elif batch.aligned["teacher_logits"] == "token":
-        logits = view.extra("teacher_logits")
-    else:
-        raise InputError(
-            "'teacher_logits' must be a token-aligned extra: like the model's logits, they are "
-            "those of the slot that predicts a token. Do not shift them with at_labels()."
-        )
+        return view.flat(outputs)
+    if "teacher_logits" not in batch.aligned:
+        return None
+    if batch.aligned["teacher_logits"] == "token":
+        return view.extra("teacher_logits")
+    raise InputError(
+        "'teacher_logits' must be a token-aligned extra: like the model's logits, they are "
+        "those of the slot that predicts a token. Do not shift them with at_labels()."
+    )
+
+
+def _teacher_log_probs(logits: Tensor, student: Tensor, temperature: float) -> Tensor:
     if logits.shape[-1] != student.shape[-1]:
         raise InputError(
             f"the teacher has {logits.shape[-1]} logits per token and the model "
@@ -635,8 +674,8 @@ def _teacher_log_probs(
     return (wide(logits) / temperature).log_softmax(-1)
 
 
-def _top(view: View, student: Tensor, counts: Tensor, rest: Rest) -> tuple[Tensor, Tensor]:
-    """Log-probs of the teacher's k tokens and of the rest, of the teacher and of the model."""
+def _top(view: View, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, k) each: log-probs of the teacher's k tokens, and their ids."""
     missing = {"teacher_log_probs", "teacher_ids"} - view.source.aligned.keys()
     if missing:
         raise InputError(
@@ -650,7 +689,11 @@ def _top(view: View, student: Tensor, counts: Tensor, rest: Rest) -> tuple[Tenso
             f"shape {tuple(known.shape)}; expected k integers and k log-probs per token. Declare "
             f"both with shape=(k,), and the ids with dtype=torch.int64."
         )
-    known, ids = wide(known), torch.where(counts[:, None], ids, 0)
+    return wide(known), torch.where(counts[:, None], ids, 0)
+
+
+def _at_top(known: Tensor, ids: Tensor, student: Tensor, rest: Rest) -> tuple[Tensor, Tensor]:
+    """Log-probs of the teacher's k tokens and of the rest, of the teacher and of the model."""
     chosen = student.gather(-1, ids)
     if rest == "renormalize":
         return known.log_softmax(-1), chosen.log_softmax(-1)

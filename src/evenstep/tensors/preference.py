@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from evenstep.core.text import one_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, BatchShard, View
-from evenstep.tensors.head import Head, at_least_zero, positive, scorer
+from evenstep.tensors.head import Head, HeadOption, at_least_zero, positive, scorer
 from evenstep.tensors.losses import Metric, Outcome, PerSequence, scalars, scores_of
 
 PairFormula: TypeAlias = Callable[[Tensor, View, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(outputs, view, tiles (2, pairs)) -> loss of each pair, values (2, pairs) of both by name."""
 
 
-def _per_pair(formula: PairFormula, *, scores_slots: bool = False) -> PerSequence:
+def _per_pair(formula: PairFormula, **options: Any) -> PerSequence:
     """A loss of pairs; the slots of both sequences hold the value of their pair.
 
     Its metrics are the means of the values of the chosen and of the rejected sequences. The first
-    values are compared: `accuracy` is how often the chosen one is greater.
+    values are compared: `accuracy` is how often the chosen one is greater. `options` are those of
+    `PerSequence`.
     """
 
     def loss(outputs: Tensor, view: View) -> Outcome:
@@ -42,7 +43,7 @@ def _per_pair(formula: PairFormula, *, scores_slots: bool = False) -> PerSequenc
             name: Metric.mean(each.sum(), len(value)) for name, each in metrics.items()
         }
 
-    return PerSequence(loss, vectorised=True, unit="pair", scores_slots=scores_slots)
+    return PerSequence(loss, vectorised=True, unit="pair", **options)
 
 
 def _pair_tiles(view: View) -> Tensor:
@@ -106,7 +107,7 @@ def dpo(
     margin: float = 0.0,
     average: bool | None = None,
     reference: bool = True,
-    head: Head | nn.Linear | Tensor | None = None,
+    head: HeadOption = None,
 ) -> PerSequence:
     """A loss of pairs of a chosen and a rejected sequence; `sigmoid` is DPO.
 
@@ -123,7 +124,8 @@ def dpo(
     apo_down   sigmoid(c) + 1 - sigmoid(c - r)
     sppo_hard  ((c - 1 / 2) / beta)² + ((r + 1 / 2) / beta)²
 
-    reference=False leaves out the reference model (with average=True and `margin`: SimPO).
+    reference=False leaves out the reference model (with average=True and `margin`: SimPO). `head`
+    is that of `cross_entropy`.
 
     Extras: `group` and `chosen` per sequence, see `docs/losses.md`; `reference_log_probs` per
     sequence, the sum over its loss tokens, or per token. Use `GroupMean`, the mean over pairs.
@@ -143,7 +145,7 @@ def dpo(
                 f"{name} has no meaning for loss={loss!r}. Set it to 0, or use one of: "
                 f"{', '.join(losses)}."
             )
-    score, divided = scorer(head, 1.0), loss == "ipo" if average is None else average
+    score, divided = scorer(1.0), loss == "ipo" if average is None else average
 
     def formula(outputs: Tensor, view: View, tiles: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs = scores_of(score, outputs, view, view.labels).log_probs
@@ -158,7 +160,7 @@ def dpo(
         value = _LOSSES[loss](chosen, rejected, label_smoothing, beta)
         return value, {"reward": rewards, "log_probs": log_probs[tiles]}
 
-    return _per_pair(formula, scores_slots=True)
+    return _per_pair(formula, scores_slots=True, takes_hidden=True, head=Head.of(head))
 
 
 def _reference(view: View) -> Tensor:

@@ -6,8 +6,10 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +29,27 @@ HOMES = {
     "peft": "evenstep.integrations.huggingface",
 }
 _MAKERS: dict[str, Callable[[Any], Forward]] = {}
+_PLAIN: WeakSet[Any] = WeakSet()
 
 
 def call(model: Any, batch: Any) -> Any:
     """The forward of models that take a batch: `model(batch)`."""
     return model(batch)
+
+
+def mark_plain(forward: Forward) -> Forward:
+    """Declare that a forward returns the model's logits as they are, whatever the batch holds. Then
+    a runner may compute losses without them."""
+    _PLAIN.add(forward)
+    return forward
+
+
+def is_plain(forward: Forward) -> bool:
+    """Whether `mark_plain` was called."""
+    return forward in _PLAIN
+
+
+mark_plain(call)
 
 
 def register_forward(library: str, make: Callable[[Any], Forward]) -> None:
@@ -80,6 +98,10 @@ def device_of(model: Any) -> torch.device | None:
     return None if device is not None and device.type == "meta" else device
 
 
+ASIDE: ContextVar[int] = ContextVar("ASIDE", default=0)
+"""How many `undisturbed` are entered: forwards in them are not those of a step."""
+
+
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
     """Evaluation mode, without gradients, compilation and warnings; everything as before after."""
@@ -88,6 +110,7 @@ def undisturbed(model: Any) -> Iterator[None]:
     devices = {p.device for each in modules[:1] for p in each.parameters()}
     for module in modules:
         module.training = False
+    outside = ASIDE.set(ASIDE.get() + 1)
     try:
         with (
             torch.random.fork_rng(devices=[each.index for each in devices if each.type == "cuda"]),
@@ -101,6 +124,7 @@ def undisturbed(model: Any) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
+        ASIDE.reset(outside)
         torch.clear_autocast_cache()  # casts without a gradient
 
 

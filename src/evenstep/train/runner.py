@@ -25,11 +25,13 @@ from evenstep.data.source import cause_of_no_loss
 from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.losses import Metric, Sums
+from evenstep.tensors.head import Head
+from evenstep.tensors.losses import Metric, PerSequence, Sums
 from evenstep.train import checks, result
 from evenstep.train.collectives import Alone, Bundle, Collective
 from evenstep.train.framework import Forward, Framework, device_of, forward_of
 from evenstep.train.gradients import Gradients, set_aside, square_share, sum_gradients
+from evenstep.train.model_head import Answer, Heads, ModelHead
 from evenstep.train.normalization import (
     ByLoss,
     GroupMean,
@@ -433,6 +435,9 @@ class StepRun:
         self.totals: Mapping[str, float] = {} if step is None else step.totals
         self.ranks, self.losses = runner.collective, runner.losses
         self.shard: Callable[[Batch], Any] = runner.shard or (lambda batch: batch)
+        assert runner.forward is not None
+        functions = [loss.function for loss in self.losses.values()]
+        self.heads = Heads.of_losses(runner.model, runner.forward, functions)
         self.framework = Framework.of(runner.model)  # reshards, which changes the parameters
         self.parameters = list(runner.model.parameters())
         self.gradients = Gradients(self.parameters)
@@ -671,16 +676,27 @@ class StepRun:
         exchange: bool,
     ) -> None:
         assert self.runner.forward is not None
+        weighted_batches = {
+            name: self.shard(weighted(batch, loss.normalization))
+            for name, loss in self.losses.items()
+        }
         # An autocast around the step keeps the casts of weights. Their part of the graph would be
         # older than this micro-batch, so that fully_shard reduces gradients before they have
         # arrived, and their values those of before the last update.
         torch.clear_autocast_cache()
-        outputs = self.runner.forward(self.runner.model, shard)
+        in_head: dict[str, Any] = {}
+        head = self.heads.at(shard)
+        if head is None:
+            outputs = self.runner.forward(self.runner.model, shard)
+        else:
+            outputs, in_head = self._run_in_head(head, shard, weighted_batches)
 
         losses: dict[str, Sums | Tensor] = {}  # as the functions return them, without divisors
         for name, loss in self.losses.items():
-            whole = self.shard(weighted(batch, loss.normalization))
-            value = loss.function(*checks.loss_inputs(loss.function, outputs, whole))
+            value = in_head.get(name)
+            if value is None:
+                inputs = checks.loss_inputs(loss.function, outputs, weighted_batches[name])
+                value = loss.function(*inputs)
             if isinstance(value, tuple) or isinstance(loss.normalization, ByLoss):
                 value, divisor = split_divisor(name, loss.normalization, value)
                 amounts[loss.normalization.name] = divisor.detach().double()
@@ -708,6 +724,30 @@ class StepRun:
             for key, metric in loss.metrics.items()
         }
         self.bundles.append(self.step_loss.bundle(sums, amounts, scales, metrics))
+
+    def _run_in_head(
+        self,
+        head: ModelHead,
+        shard: Batch | BatchShard,
+        batches: Mapping[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        """(outputs of the model or, if these are all that losses read, its hidden states; the
+        losses that read logits, unless they are in the outputs)."""
+        losses: dict[str, Sums] = {}
+
+        def compute(hidden: Tensor, layer: Head) -> list[Tensor]:
+            for name, loss in self.losses.items():
+                if isinstance(loss.function, PerSequence) and loss.function.takes_hidden:
+                    losses[name] = loss.function(hidden, batches[name], layer)
+            return [each.loss for each in losses.values()]
+
+        assert self.runner.forward is not None
+        answer = head.run(self.runner.forward, self.runner.model, shard, compute)
+        if not isinstance(answer, Answer):
+            return answer, {}
+        totals = dict(zip(losses, answer.results, strict=True))
+        losses = {name: replace(sums, loss=totals[name]) for name, sums in losses.items()}
+        return answer.hidden if len(losses) == len(self.losses) else answer.outputs, losses
 
     def _exchange_scales(self, amounts: Mapping[str, Tensor]) -> Mapping[str, float]:
         """per_micro_batch mode: the factors of this micro-batch's loss sums before backward."""

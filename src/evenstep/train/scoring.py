@@ -19,12 +19,13 @@ from evenstep.errors import ConfigError, InputError
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.head import Head, Wanted, positive, score
+from evenstep.tensors.head import Head, HeadOption, Wanted, positive, score
 from evenstep.tensors.losses import select_output
 from evenstep.tensors.restore import restore_ragged
 from evenstep.train.checks import TokenIds
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import Forward, device_of, forward_of
+from evenstep.train.model_head import Answer, Heads
 from evenstep.train.runner import Prefetch
 from evenstep.train.sharing import check_sharing
 
@@ -49,7 +50,7 @@ def compute_log_probs(
     prefetch: int = 1,
     temperature: float = 1.0,
     entropy: bool = False,
-    head: Head | nn.Linear | Tensor | None = None,
+    head: HeadOption = None,
     share_prefixes: bool = False,
     check_prefixes: bool = True,
 ) -> list[Tensor]:
@@ -67,9 +68,9 @@ def compute_log_probs(
     The model runs in eval mode, without dropout, and is in its earlier mode afterwards. Samples
     need `input_ids` only; other keys are ignored unless `collate` is given. Logits are divided by
     `temperature`. With `entropy`, each result is (tokens, 2): the log-prob, and the entropy of the
-    distribution that predicts the token. With `head`, the model returns hidden states; see `Head`.
-    With `share_prefixes`, samples that begin with the same tokens run these once;
-    `check_prefixes` compares two of them with whole samples, at first use of the model.
+    distribution that predicts the token. `head` is that of `cross_entropy`. With `share_prefixes`,
+    samples that begin with the same tokens run these once; `check_prefixes` compares two of them
+    with whole samples, at first use of the model.
 
     >>> from evenstep import Packed
     >>> from evenstep.demo.decoder import Decoder, DecoderShape
@@ -80,14 +81,17 @@ def compute_log_probs(
     """
     positive("temperature", temperature)
     wanted: Wanted = frozenset({"entropy"} if entropy else ())
+    forward, layer = forward_of(model) if forward is None else forward, Head.of(head)
     scorer = _Scorer(
         model=model,
         collate=_collated if collate is None else collate,
-        forward=forward_of(model) if forward is None else forward,
+        forward=forward,
+        heads=Heads(model, forward, able=not isinstance(layer, Head), must=layer == "model"),
         device=device_of(model) if device is None else device,
         prefetch=prefetch,
         check_prefixes=check_prefixes,
-        options={"head": Head.of(head), "temperature": temperature, "wanted": wanted},
+        head=layer if isinstance(layer, Head) else None,
+        options={"temperature": temperature, "wanted": wanted},
     )
     if isinstance(samples, Step):
         if recipe is not None or collective is not None or share_prefixes:
@@ -156,9 +160,12 @@ class _Scorer:
     model: Any
     collate: Callable[[MicroBatch, Any], Batch]
     forward: Forward
+    heads: Heads
     device: torch.device | str | None
     prefetch: int
     check_prefixes: bool
+    head: Head | None
+    """Of the hidden states that the model returns; None if it returns logits."""
     options: Any
 
     def check(self, items: Iterable[Any], plan: Plan | None, ranks: Collective) -> None:
@@ -193,15 +200,24 @@ class _Scorer:
         return scores
 
     def _scores(self, batch: Batch) -> Tensor:
-        outputs = self.forward(self.model, batch)
+        labels = batch.next_tokens  # of all tokens, not only loss tokens
+
+        def compute(outputs: Tensor, head: Head | None) -> list[Tensor]:
+            scores = score(outputs.flatten(0, 1), labels.flatten(), head=head, **self.options)
+            values = scores.log_probs
+            if self.options["wanted"]:
+                values = torch.stack((scores.log_probs, scores.entropy), -1)
+            return [values.unflatten(0, labels.shape)]
+
+        layer = self.heads.at(batch)
+        if layer is None:
+            outputs = self.forward(self.model, batch)
+        else:
+            outputs = layer.run(self.forward, self.model, batch, compute)
+            if isinstance(outputs, Answer):
+                return outputs.results[0]
         outputs = select_output(outputs, "logits", batch.rows, batch.width)
-        # All tokens, not only loss tokens.
-        labels = batch.next_tokens
-        scores = score(outputs.flatten(0, 1), labels.flatten(), **self.options)
-        values = scores.log_probs
-        if self.options["wanted"]:
-            values = torch.stack((scores.log_probs, scores.entropy), -1)
-        return values.unflatten(0, labels.shape)
+        return compute(outputs, self.head)[0]
 
 
 def _collated(micro: MicroBatch, samples: Any) -> Batch:

@@ -18,7 +18,7 @@ from evenstep.core.cost import Cost
 from evenstep.core.text import listed
 from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.errors import ConfigError, FileError
-from evenstep.train.framework import Forward, forward_of
+from evenstep.train.framework import Forward, forward_of, mark_plain
 from evenstep.trainer.ranks import Ranks
 
 
@@ -76,7 +76,7 @@ def forward_for(model: Any, settings: TrainerSettings, device: torch.device) -> 
         with torch.autocast(device.type, torch.bfloat16):
             return forward(model, batch)
 
-    return cast
+    return mark_plain(cast)
 
 
 def layers_of(model: nn.Module) -> list[Any]:

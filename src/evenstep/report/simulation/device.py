@@ -2,7 +2,8 @@
 
     matrix products   6 FLOPs per weight and token; 8 for weights in layers that are recomputed
     attention         6 FLOPs per pair and layer width (2 forward, 4 backward), causal pairs only
-    other kernels     the bytes that they move (`core.models`), and 42 bytes per logit
+    other kernels     the bytes that they move (`core.models`), and 16 bytes per logit
+    head              its gradient, 8 bytes per weight for each chunk of logits
     weights           gathered, cast and accumulated once per micro-batch: 30 bytes each
     host              launches kernels: 8.5 ms per layer at least
     update            AdamW in float32, clipping, the sums of a step: 125 bytes per weight, and
@@ -20,11 +21,12 @@ from evenstep.core.cost import Cost, Gpu
 from evenstep.core.models import ModelSize, named_config
 from evenstep.core.recipe import Topology
 from evenstep.report.simulation.cluster import Cluster
+from evenstep.report.simulation.memory import LOGIT_CHUNK
 
 MATRIX_SHARE = 0.8
 ATTENTION_SHARE = 0.4
 MOVED_SHARE = 1 / 2.75
-LOGIT_SHARE, LOGIT_BYTES = 0.85, 42
+LOGIT_SHARE, LOGIT_BYTES = 0.85, 16
 WEIGHT_BYTES = 30
 LAUNCH_S = 0.0085
 UPDATE_BYTES, UPDATE_S = 125, 0.0013
@@ -41,7 +43,7 @@ def cluster_of(
     >>> size = ModelSize.of(named_config("llama-3.2-1b"))
     >>> cluster = cluster_of(size, Gpu.named("h200"), Topology())
     >>> round(16384 * cluster.cost.per_token, 2)  # seconds, without attention
-    0.32
+    0.31
     """
     again = RECOMPUTED if checkpointing else 1.0
     stored = size.parameters / topology.tp  # of the whole pipeline
@@ -83,7 +85,9 @@ def _per_token(size: ModelSize, gpu: Gpu, topology: Topology, again: float) -> f
     head = size.hidden * size.vocab
     products = 6 * ((size.work.weights - head) * again + head) / (gpu.flops * MATRIX_SHARE)
     moved = size.moved * again / (gpu.bandwidth * MOVED_SHARE)
-    logits = LOGIT_BYTES * size.vocab / (gpu.bandwidth * LOGIT_SHARE)
+    chunk = LOGIT_CHUNK / (2 * size.vocab)  # tokens
+    logits = LOGIT_BYTES * size.vocab + 8 * head / chunk
+    logits /= gpu.bandwidth * LOGIT_SHARE
     near = 6 * size.work.nearby * again / _attention(gpu, topology)
     shared = (products + moved + logits) / (topology.tp * topology.cp)
     return shared + near

@@ -11,7 +11,9 @@ and sharded over all ranks; layers compute in bfloat16.
     activations    bytes per slot that the backward needs (`core.models`); with checkpointing,
                    2 bytes per hidden number and layer
     recomputed     with checkpointing, the activations of one layer in the backward
-    logits         14 bytes per slot and word: logits in bfloat16 and float32, and two gradients
+    logits         those of a chunk of tokens (0.6 GB), with the gradient of the head and of hidden
+                   states: 6 bytes per weight of the head, and per hidden number of a slot. Up to
+                   2**24 logits all at once, 14 bytes each: in bfloat16 and float32, two gradients
     update         4 bytes per weight, sharded, while AdamW runs; activations are free by then
 
 The peak is the larger of the end of the forward (weights, optimizer, summed gradients, gathered,
@@ -28,6 +30,9 @@ from evenstep.core.models import ModelSize
 from evenstep.core.recipe import Topology
 
 LOGIT_BYTES = 14
+LOGIT_CHUNK, SMALL_LOGITS = 6e8, 2**24
+"""Bytes of a chunk of logits, and how many logits are not divided into chunks: those of `Head` and
+of runners."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +75,7 @@ def memory_of(
     >>> from evenstep.core.models import named_config
     >>> size = ModelSize.of(named_config("llama-3.2-1b"))
     >>> round(memory_of(size, Topology(), slots=16384, micro_batches=2).peak / 1e9)
-    78
+    51
     """
     held = size.parameters / (topology.tp * topology.pp)
     shard = held / (topology.dp * topology.cp)
@@ -86,6 +91,14 @@ def memory_of(
         gathered=2 * size.outside / topology.tp,
         activations=per_slot * own * in_flight,
         recomputed=size.kept / size.layers * own if checkpointing else 0.0,
-        logits=LOGIT_BYTES * size.vocab * own,
+        logits=_logits(size, own, topology.tp),
         update=4 * shard,
     )
+
+
+def _logits(size: ModelSize, slots: float, tp: int) -> float:
+    """Bytes of logits, and of what is computed from them."""
+    if size.vocab * slots <= SMALL_LOGITS:
+        return LOGIT_BYTES * size.vocab * slots
+    chunk = min(LOGIT_CHUNK, 2 * size.vocab * slots)
+    return chunk + 6 * size.hidden * (size.vocab / tp + slots)
