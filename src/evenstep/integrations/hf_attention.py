@@ -34,7 +34,7 @@ from evenstep.integrations.hf_arguments import configs_in, hf_kwargs, traits_of
 from evenstep.integrations.huggingface import carries_state, support_of
 from evenstep.integrations.mixers import mixers_of
 from evenstep.integrations.probes import packed_row
-from evenstep.tensors.batch import Batch, Boundaries
+from evenstep.tensors.batch import Batch, Boundaries, on_host
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import Call, attend
 from evenstep.train.framework import undisturbed
@@ -520,7 +520,7 @@ def _read(hints: Hints) -> Boundaries:
     rows, width, ends = hints.rows, hints.width, hints.cu_seqlens
     if ends is not None:
         ends = ends.to(hints.device, torch.int32, copy=True)  # what is kept must not hold its key
-        _check_ends(ends, rows, width)
+        _check_ends(on_host(hints.cu_seqlens), rows, width)
         if hints.padding is None:
             return Boundaries(rows, width, ends, hints.longest or int(ends.diff().max()))
     begins = torch.zeros(rows, width, dtype=torch.bool, device=hints.device)

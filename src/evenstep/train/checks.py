@@ -333,13 +333,13 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        # Of each micro-batch: samples of its segments, whether gradients of all ranks are mixed in
-        # its backward, and (place, values, mask of real tiles if values are per tile).
-        self._traces: list[tuple[IntArray, bool, list[tuple[int, Tensor, Tensor | None]]]] = []
+        # Of each micro-batch: its segments, whether gradients of all ranks are mixed in its
+        # backward, and (place, values, mask of real tiles if values are per tile).
+        self._traces: list[tuple[Any, bool, list[tuple[int, Tensor, Tensor | None]]]] = []
 
     def before_backward(
         self,
-        sample_ids: IntArray,
+        segments: Any,
         exchanged: bool,
         outputs: Any,
         batch: Any,
@@ -347,7 +347,7 @@ class Suspects:
     ) -> None:
         """Record the losses of a micro-batch, and the gradient of its outputs once it is there."""
         numbers: list[tuple[int, Tensor, Tensor | None]] = []
-        self._traces.append((sample_ids, exchanged, numbers))
+        self._traces.append((segments, exchanged, numbers))
         for loss in losses.values():
             if isinstance(loss, Sums) and loss.by_tile is not None:
                 numbers.append((_LOSS, loss.by_tile.detach(), loss.real))
@@ -396,7 +396,8 @@ class Suspects:
 
     def _first(self) -> list[float]:
         """[position, place, 1 if the rank is unsure, number of samples, their ids]."""
-        for position, (sample_ids, exchanged, numbers) in enumerate(self._traces):
+        for position, (segments, exchanged, numbers) in enumerate(self._traces):
+            sample_ids = segments.arrays.sample
             # Values per tile before a single one, which does not tell the samples.
             for place, values, real in sorted(numbers, key=lambda each: (each[0], -each[1].ndim)):
                 bad = ~values.isfinite()

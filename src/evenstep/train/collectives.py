@@ -111,6 +111,20 @@ def _initialised() -> Any:
     return distributed
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, without waiting for what runs there."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    """The float64 sum of scalars."""
+    if len({value.dtype for value in values}) > 1:
+        values = [value.double() for value in values]
+    return torch.stack([*values]).detach().double().sum(0)
+
+
 _HEADER = 3  # entries per rank
 # At least so many entries: bundles of different names then mostly have equal lengths, which the
 # all-reduce needs for the headers to be compared.
@@ -148,11 +162,8 @@ class Bundle:
         by_name: dict[str, list[Tensor]] = {}
         for bundle in bundles:
             for name, value in bundle.sums.items():
-                by_name.setdefault(name, []).append(value.detach())
-        sums = {
-            name: torch.stack([value.double() for value in values]).sum(0)
-            for name, values in by_name.items()
-        }
+                by_name.setdefault(name, []).append(value)
+        sums = {name: _sum(values) for name, values in by_name.items()}
         return cls(sums, merge(bundle.metrics for bundle in bundles))
 
     def _entries(self) -> Iterator[tuple[str, str, list[Tensor]]]:
@@ -204,11 +215,17 @@ class Bundle:
         packed = torch.zeros(length, dtype=torch.float64)
         if size > 1:
             packed[_HEADER * rank : _HEADER * (rank + 1)] = torch.tensor(self._header()).double()
-        if not values:
-            return packed
-        device = next((v.device for v in values if v.device.type != "cpu"), packed.device)
-        stacked = torch.stack([value.to(device) for value in values])
-        return packed.to(device).index_copy_(0, torch.tensor(indices, device=device), stacked)
+        by_device: dict[torch.device, list[int]] = {}
+        for number, value in enumerate(values):
+            by_device.setdefault(value.device, []).append(number)
+        # Numbers on the host first, then one copy to each device: none waits for it.
+        for device in sorted(by_device, key=lambda each: each.type != "cpu"):
+            numbers = by_device[device]
+            at_these = torch.tensor([indices[number] for number in numbers])
+            stacked = torch.stack([values[number] for number in numbers])
+            packed = to_device(packed, device)
+            packed.index_copy_(0, to_device(at_these, device), stacked)
+        return packed
 
     def _header(self) -> list[int]:
         """A 48-bit digest of all names, exact in float64, and the numbers of sums and metrics."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import starmap
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -37,8 +37,17 @@ from evenstep.train.normalization import (
     TokenMean,
     split_divisor,
     weighted,
+    with_group_tokens,
 )
-from evenstep.train.result import ComputeTime, HostSegments, Keep, Keeper, StepResult, Stopwatch
+from evenstep.train.result import (
+    BatchSegments,
+    ComputeTime,
+    Keep,
+    Keeper,
+    StepResult,
+    Stopwatch,
+    counts_of,
+)
 from evenstep.train.sharing import check_sharing
 from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
 
@@ -322,11 +331,14 @@ class Prefetch(Generic[T]):
 
     def _threaded(self) -> Generator[T, None, None]:
         entries: queue.SimpleQueue[tuple[T, ...] | BaseException] = queue.SimpleQueue()
-        room, stop = threading.Semaphore(self._ahead), threading.Event()
+        room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        stop = threading.Event()
+        for _ in range(self._ahead):
+            room.put(None)
 
         def prepare() -> None:
             try:
-                for item in self._timed(lambda: room.acquire() and not stop.is_set()):
+                for item in self._timed(lambda: room.get() is None and not stop.is_set()):
                     entries.put((item,))
                     del item
                 entries.put(())
@@ -347,14 +359,14 @@ class Prefetch(Generic[T]):
                     raise entry
                 if not entry:
                     return
-                room.release()  # the item in use does not count as prepared
+                room.put(None)  # the item in use does not count as prepared
                 (item,) = entry
                 del entry
                 yield item
                 del item
         finally:
             stop.set()
-            room.release()
+            room.put(None)
             self._abandon()
             # A thread blocked in its source for longer ends with the next item.
             thread.join(_JOIN_TIMEOUT)
@@ -381,6 +393,16 @@ class Prefetch(Generic[T]):
 
 # One run of a step ------------------------------------------------------------------------------
 
+@cache
+def copy_stream(device: torch.device) -> Any:
+    """The stream of a GPU on which batches are copied, so that copies wait for no forward."""
+    return torch.cuda.Stream(device)
+
+
+def _do_nothing() -> None:
+    """A batch that need not be copied has arrived."""
+
+
 _TO_PREDICT = (result.LABELS, result.PREDICTED)  # what tells whether a step has a loss
 
 
@@ -388,14 +410,15 @@ class TooLargeError(Exception):
     """The micro-batch at this position ran out of memory and can be divided; on every rank."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Prepared:
-    """A collated micro-batch, with host-side copies of what results and errors report."""
+    """A collated micro-batch, and what results and errors report of it."""
 
     batch: Batch
-    on_device: bool
-    """False if the device had no memory for it yet; it is then moved when it runs."""
-    segments: HostSegments
+    arrives: Callable[[], None] | None
+    """Called when it runs: lets the model wait for its copy. None if the device had no memory for
+    it yet; it is then copied when it runs."""
+    segments: BatchSegments
     micro: MicroBatch | None
     groups: Collection[int]
     """Those that GroupMean counts in this batch, unless the plan keeps them in it."""
@@ -432,7 +455,6 @@ class StepRun:
         self.number, self.lock_step = number if step is None else step.number, lock_step
         self.totals: Mapping[str, float] = {} if step is None else step.totals
         self.ranks, self.losses = runner.collective, runner.losses
-        self.shard: Callable[[Batch], Any] = runner.shard or (lambda batch: batch)
         self.framework = Framework.of(runner.model)  # reshards, which changes the parameters
         self.parameters = list(runner.model.parameters())
         self.gradients = Gradients(self.parameters)
@@ -442,7 +464,7 @@ class StepRun:
         # Ids are noted before they are moved to another device, where they may be lost.
         self.token_ids = None if on_host else checks.TokenIds(runner.model)
         cuda = self.device is not None and self.device.type == "cuda"
-        self.stream = torch.cuda.current_stream(self.device) if cuda else None
+        self.copies = copy_stream(self.device) if cuda else None
         self.compute, self.communicate = ComputeTime(cuda), Stopwatch()
         self.step_loss, self.sums = self._make_step_loss(budget)
         self.scales: Mapping[str, float] | None = None  # of every micro-batch, if they are equal
@@ -457,7 +479,8 @@ class StepRun:
         self.example: Any = None  # one of this rank's samples, for errors
         self.ages: list[float] = []
         self.busy: list[float] = []  # seconds of each micro-batch
-        self.counts: defaultdict[str, float] = defaultdict(float)  # by the name of their metrics
+        self.ran: list[BatchSegments] = []
+        self.counts: Mapping[str, float] = {}  # of all that ran, by the name of their metrics
         self.sharers = 1  # context-parallel ranks that share a micro-batch
         self.bundles: list[Bundle] = []
 
@@ -502,7 +525,7 @@ class StepRun:
                 self.scales = self.step_loss.scales()
             counting = time.perf_counter() - began
             abandon = self.items.abandon if isinstance(self.items, Feed) else lambda: None
-            ahead = 0 if self.count == 1 else self.runner.prefetch  # nothing to overlap with
+            ahead = 0 if self._nothing_to_prepare() else self.runner.prefetch
             ready_batches = starmap(self._prepare, collated)  # keeps none of them
             prepared = Prefetch(ready_batches, ahead, abandon, self._place)
             first = 0.0  # seconds to the first forward
@@ -516,6 +539,7 @@ class StepRun:
                 # The last micro-batch was not known in advance: an empty one exchanges gradients.
                 self._run_micro_batch(self._prepare(self._empty()), last=True)
             self.busy = self.compute.busy()
+            self.counts = counts_of(self.ran, self.runner.cost)
             bundle, numbers = self._finish()
             timings = result.Timings(
                 wait=counting + prepared.waited,
@@ -564,29 +588,50 @@ class StepRun:
     ) -> Prepared:
         """Check a batch, count what it holds and move it to the device, if that has memory."""
         checks.check_tree(batch, self.runner.preprocess)
-        groups = set() if self.groups is None else self.groups.check(batch.unshared, micro)
+        groups: Collection[int] = ()
+        if self.groups is not None:
+            groups = self.groups.check(batch.unshared, micro)
+            if self.runner.preprocess is None:
+                batch = with_group_tokens(batch)
         if self.step_loss.mode == "known" and self.step is not None and self.step.loss_tokens:
             checks.check_labels(batch.unshared, self.step.loss_tokens)
         if self.token_ids is not None:
             self.token_ids.note(batch)
-        segments = HostSegments.of(batch, self.runner.cost)
-        on_device = False
+        segments, arrives = BatchSegments(batch), None
         # If the micro-batch that runs now holds the memory, this one is moved when it is its turn.
-        with suppress(torch.OutOfMemoryError):
-            batch, on_device = self._move(batch), True
-        return Prepared(batch, on_device, segments, micro, groups, born)
+        try:
+            batch, arrives = self._move(batch)
+        except torch.OutOfMemoryError:
+            pass
+        return Prepared(batch, arrives, segments, micro, groups, born)
 
-    def _move(self, batch: Batch) -> Batch:
-        if self.device is None:
-            return batch
-        if self.runner.device is None and self.device.type == batch.device.type == "cpu":
-            return batch  # where the model is
-        if self.stream is None:
-            return batch.to(self.device)
-        # Use the model's stream; this thread has another current stream.
-        with torch.cuda.stream(self.stream):
-            batch = batch.pin_memory() if batch.device.type == "cpu" else batch
-            return batch.to(self.device, non_blocking=True)
+    def _move(self, batch: Batch) -> tuple[Batch, Callable[[], None]]:
+        """The batch on the device, copied beside what runs there, and `Prepared.arrives`."""
+        if self.device is None or self.device == batch.device:
+            return batch, _do_nothing
+        if self.copies is None:
+            return batch.to(self.device), _do_nothing
+        with torch.cuda.stream(self.copies):
+            pinned = batch.pin_memory() if batch.device.type == "cpu" else batch
+            moved = pinned.to(self.device, non_blocking=True)
+            copied = self.copies.record_event()
+
+        def arrives() -> None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(copied)
+            moved.record_stream(stream)
+
+        return moved, arrives
+
+    def _nothing_to_prepare(self) -> bool:
+        """Whether a thread would have nothing to do beside the model: the only micro-batch, or
+        batches that are collated and on the model's device."""
+        if self.count == 1:
+            return True
+        batches = self.items if isinstance(self.items, list | tuple) else ()
+        return bool(batches) and all(
+            isinstance(each, Batch) and self.device in (None, each.device) for each in batches
+        )
 
     def _empty(self) -> Batch:
         """An empty micro-batch, for a rank without work."""
@@ -610,14 +655,14 @@ class StepRun:
     def _count(self, batches: list[Batch]) -> None:
         """Counted mode: sum over ranks what each micro-batch adds to denominators."""
         batches = batches or [self._empty()]  # which a rank without micro-batches runs
-        first = getattr(self.shard(batches[0]), "rank", 0) == 0
+        shard = self.runner.shard
+        first = shard is None or getattr(shard(batches[0]), "rank", 0) == 0
         bundles = []
         for batch in batches:
             amounts = self.step_loss.amounts(batch, first).items()
-            sums = {f"amount/{name}": amount for name, amount in amounts}
-            counts = HostSegments.of(batch).counts
-            sums |= {name: torch.tensor(counts[name]) for name in _TO_PREDICT}
-            bundles.append(Bundle(sums))
+            bundles.append(Bundle({f"amount/{name}": amount for name, amount in amounts}))
+        counts = counts_of([BatchSegments(batch) for batch in batches])
+        bundles.append(Bundle({name: torch.tensor(counts[name]) for name in _TO_PREDICT}))
         with self.communicate:
             reduced = Bundle.merge(bundles).reduce(self.ranks)
         self.step_loss = self.step_loss.counted(reduced)
@@ -626,20 +671,28 @@ class StepRun:
     # Forward, loss and backward of one micro-batch -----------------------------------------------
 
     def _run_micro_batch(self, ready: Prepared, last: bool) -> None:
-        now, failure = time.time(), None
-        self.ages += [now - born for born in ready.born]
+        failure = None
+        if ready.born:
+            now = time.time()
+            self.ages += [now - born for born in ready.born]
         # Sharded accumulators of several denominators hold exchanged gradients only.
         exchange = (last or self.step_loss.separate) and not self.sums
         try:
-            batch = ready.batch if ready.on_device else self._move(ready.batch)
+            if ready.arrives is None:
+                ready.batch, ready.arrives = self._move(ready.batch)
+            ready.arrives()
+            batch = ready.batch
             if self.runner.preprocess is not None:
                 began = time.perf_counter()
                 torch.clear_autocast_cache()  # casts of weights before the last update
                 with torch.no_grad():
                     batch = self.runner.preprocess(batch)
                 self.compute.seconds += time.perf_counter() - began
-            shard = self.shard(batch)
-            first = getattr(shard, "rank", 0) == 0  # of the ranks that share the batch
+            shard, first = batch, True
+            if self.runner.shard is not None:
+                shard = self.runner.shard(batch)
+                self.sharers = getattr(shard, "size", 1)
+                first = getattr(shard, "rank", 0) == 0  # of the ranks that share the batch
             amounts = self.step_loss.amounts(batch, first)
             if first and self.groups is not None:
                 self.groups.ran.update(ready.groups)
@@ -657,9 +710,7 @@ class StepRun:
             raise explained from error
         if failure is not None or self.runner.on_memory == "split":
             self._check_memory(failure, ready)
-        self.sharers = getattr(shard, "size", 1)
-        for name, count in ready.segments.counts.items():
-            self.counts[name] += count
+        self.ran.append(ready.segments)
         self.position += 1
 
     def _forward_and_backward(
@@ -670,43 +721,44 @@ class StepRun:
         amounts: dict[str, Tensor],
         exchange: bool,
     ) -> None:
-        assert self.runner.forward is not None
+        runner = self.runner
+        assert runner.forward is not None
         # An autocast around the step keeps the casts of weights. Their part of the graph would be
         # older than this micro-batch, so that fully_shard reduces gradients before they have
         # arrived, and their values those of before the last update.
         torch.clear_autocast_cache()
-        outputs = self.runner.forward(self.runner.model, shard)
+        outputs = runner.forward(runner.model, shard)
 
         losses: dict[str, Sums | Tensor] = {}  # as the functions return them, without divisors
+        sums: dict[str, Tensor] = {}
+        metrics: dict[str, Metric] = {}
         for name, loss in self.losses.items():
-            whole = self.shard(weighted(batch, loss.normalization))
+            whole: Any = weighted(batch, loss.normalization)
+            whole = whole if runner.shard is None else runner.shard(whole)
             value = loss.function(*checks.loss_inputs(loss.function, outputs, whole))
             if isinstance(value, tuple) or isinstance(loss.normalization, ByLoss):
                 value, divisor = split_divisor(name, loss.normalization, value)
                 amounts[loss.normalization.name] = divisor.detach().double()
-            losses[name] = value
+            losses[name] = sums[name] = value
+            if isinstance(value, Sums):
+                sums[name] = value.loss
+                prefix = f"{name}/" if len(self.losses) > 1 else ""
+                metrics |= {f"{prefix}{key}": each for key, each in value.metrics.items()}
         if self.keeper is not None:
             self.keeper.add(ready.segments, losses)
         if self.suspects is not None:
-            ids = ready.segments.sample
-            self.suspects.before_backward(ids, exchange, outputs, shard, losses)
+            self.suspects.before_backward(ready.segments, exchange, outputs, shard, losses)
 
-        sums = {n: loss.loss if isinstance(loss, Sums) else loss for n, loss in losses.items()}
         scales = self._exchange_scales(amounts) if self.scales is None else self.scales
         objectives = self.step_loss.objectives(sums, scales)
-        if not all(objective.requires_grad for objective in objectives.values()):
-            raise checks.not_trainable(self.parameters)
-        if self.runner.scaler is not None:
+        for objective in objectives.values():
+            if not objective.requires_grad:
+                raise checks.not_trainable(self.parameters)
+        if runner.scaler is not None:
             one = next(iter(objectives.values())).detach().new_ones(())
-            self.scale = self.runner.scaler.scale(one)
-            objectives = {name: self.runner.scaler.scale(o) for name, o in objectives.items()}
+            self.scale = runner.scaler.scale(one)
+            objectives = {name: runner.scaler.scale(o) for name, o in objectives.items()}
         self.gradients.backward(objectives)
-        metrics = {
-            f"{name}/{key}" if len(losses) > 1 else key: metric
-            for name, loss in losses.items()
-            if isinstance(loss, Sums)
-            for key, metric in loss.metrics.items()
-        }
         self.bundles.append(self.step_loss.bundle(sums, amounts, scales, metrics))
 
     def _exchange_scales(self, amounts: Mapping[str, Tensor]) -> Mapping[str, float]:
@@ -854,7 +906,7 @@ class StepRun:
         state = checks.FITS
         if failure is not None:
             parts = 1 if ready.micro is None else int(ready.micro.parts.max(initial=0)) + 1
-            whole = checks.SEGMENT if len(ready.segments.sample) < 2 else checks.GROUP
+            whole = checks.SEGMENT if len(ready.segments.arrays.sample) < 2 else checks.GROUP
             state = checks.DIVISIBLE if parts > 1 else whole
         with self.communicate:
             rank, worst = checks.out_of_memory(self.ranks, self.count or 0, state)
@@ -879,7 +931,7 @@ class StepRun:
         """The name of a micro-batch that runs or, without `ready`, is prepared; what it holds."""
         name, micro = self._name(position, self.ranks.rank), self.fed
         if ready is not None:
-            return f"{name} ({_describe(ready.batch, ready.segments.sample)})"
+            return f"{name} ({_describe(ready.batch, ready.segments.arrays.sample)})"
         if isinstance(self.items, Step) and position < len(self.items):
             micro = self.items.micro_batches[position]
         return name if micro is None else f"{name} ({_describe(micro, micro.segments.sample)})"
