@@ -207,6 +207,7 @@ if TYPE_CHECKING:
     from evenstep.train import collectives as collectives_module
     from evenstep.train import runner as runner_module
     from evenstep.train.collectives import Bundle, gather
+    from evenstep.train.compiling import layers_of
     from evenstep.train.framework import call, device_of, forward_of
     from evenstep.train.gradients import Gradients, set_aside, sum_gradients
     from evenstep.train.normalization import weighted

@@ -465,7 +465,9 @@ class Boundaries:
         compiling = torch.compiler.is_compiling()
         bounds = None if compiling else _boundaries.get(batch)
         if bounds is None:
-            real, kept = batch.sample_ids >= 0, {"segment_ids": batch.segment_ids}
+            # A compiled layer would be compiled again for a batch of one tile.
+            real = None if compiling else batch.sample_ids >= 0
+            kept = {"segment_ids": batch.segment_ids}
             bounds = cls(
                 batch.rows, batch.width, batch.cu_seqlens, batch.max_seqlen, real, kept=kept
             )

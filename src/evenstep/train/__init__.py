@@ -4,6 +4,7 @@ runner         Runner and StepRun: prepare, forward, loss, backward, finish; Pre
 step_loss      from the sums of micro-batches to the exact loss and gradient of a step
 normalization  what the loss of a step is divided by
 gradients      the gradients of a step apart from earlier ones, their sum over ranks, their norm
+compiling      torch.compile for the layers of a model, and what it compiled in a step
 framework      how a model is called, and how DDP and fully_shard exchange gradients and recover
 collectives    what ranks exchange: sums, bundles, shards of a context
 checks         checks of batches and ranks that prevent wrong gradients; causes of failed steps
@@ -19,6 +20,7 @@ from evenstep.lazy import exports
 
 if TYPE_CHECKING:
     from evenstep.train.collectives import Alone, Collective, Distributed, context_attention
+    from evenstep.train.compiling import Compilations, compile_layers
     from evenstep.train.framework import register_forward
     from evenstep.train.normalization import (
         AllTokens,
@@ -44,6 +46,7 @@ __all__ = [
     "Alone",
     "ByLoss",
     "Collective",
+    "Compilations",
     "Constant",
     "Custom",
     "Distributed",
@@ -60,6 +63,7 @@ __all__ = [
     "StepResult",
     "TokenMean",
     "Watch",
+    "compile_layers",
     "compute_log_probs",
     "context_attention",
     "expert_frequencies",
@@ -72,6 +76,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "collectives": ["Alone", "Collective", "Distributed", "context_attention"],
+            "compiling": ["Compilations", "compile_layers"],
             "framework": ["register_forward"],
             "normalization": [
                 "AllTokens",

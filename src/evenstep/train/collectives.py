@@ -180,24 +180,22 @@ class Bundle:
         values = collective.all_reduce_sum(self.pack(rank, size)).detach().cpu()
         if size > 1:
             self._check(values, rank, size)
-        at, metrics = _HEADER * size + len(self.sums), {}
-        sums = dict(zip(sorted(self.sums), values[_HEADER * size : at], strict=True))
+        entries, metrics = iter(values[_HEADER * size :].unbind()), {}
+        sums = {name: next(entries) for name in sorted(self.sums)}
         for name, metric in sorted(self.metrics.items()):
             if metric.reduction in ("min", "max"):
-                of_ranks = values[at : at + size]
-                extreme = of_ranks.amin() if metric.reduction == "min" else of_ranks.amax()
-                metrics[name] = Metric(metric.reduction, extreme)
-                at += size
+                extreme = torch.amin if metric.reduction == "min" else torch.amax
+                of_ranks = torch.stack([next(entries) for _ in range(size)])
+                metrics[name] = Metric(metric.reduction, extreme(of_ranks))
             else:
                 width = 1 if metric.count is None else 2
-                metrics[name] = Metric(metric.reduction, *values[at : at + width])
-                at += width
+                numbers = [next(entries) for _ in range(width)]
+                metrics[name] = Metric(metric.reduction, *numbers)
         return Bundle(sums, metrics)
 
     def pack(self, rank: int, size: int) -> Tensor:
         """The float64 tensor that rank `rank` of `size` contributes to the sum."""
-        values: list[Tensor] = []
-        indices: list[int] = []
+        entries: dict[int, Tensor] = {}
         at = _HEADER * size
         for name, reduction, numbers in self._entries():
             by_rank = reduction in ("min", "max")
@@ -208,23 +206,22 @@ class Bundle:
                         f"{name!r} has shape {tuple(number.shape)}; expected a scalar. Sum it, or "
                         f"use one name per entry."
                     )
-                values.append(number.detach().double().reshape(()))
-            indices += range(first, first + len(numbers))
+            entries |= zip(range(first, first + len(numbers)), numbers, strict=True)
             at += size if by_rank else len(numbers)
-        length = max(_LEAST, 1 << (at - 1).bit_length())  # 64, 128, ...
-        packed = torch.zeros(length, dtype=torch.float64)
+        values = [0.0] * max(_LEAST, 1 << (at - 1).bit_length())  # 64, 128, ...
         if size > 1:
-            packed[_HEADER * rank : _HEADER * (rank + 1)] = torch.tensor(self._header()).double()
-        by_device: dict[torch.device, list[int]] = {}
-        for number, value in enumerate(values):
-            by_device.setdefault(value.device, []).append(number)
-        # Numbers on the host first, then one copy to each device: none waits for it.
-        for device in sorted(by_device, key=lambda each: each.type != "cpu"):
-            numbers = by_device[device]
-            at_these = torch.tensor([indices[number] for number in numbers])
-            stacked = torch.stack([values[number] for number in numbers])
+            values[_HEADER * rank : _HEADER * (rank + 1)] = self._header()
+        there: dict[torch.device, list[int]] = {}  # the entries of each device but the host
+        for index, number in entries.items():
+            if number.device.type == "cpu":
+                values[index] = number.item()
+            else:
+                there.setdefault(number.device, []).append(index)
+        packed = torch.tensor(values, dtype=torch.float64)
+        for device, indices in there.items():  # copies that do not wait for the device
+            numbers = [entries[index].detach().double().reshape(()) for index in indices]
             packed = to_device(packed, device)
-            packed.index_copy_(0, to_device(at_these, device), stacked)
+            packed.index_copy_(0, to_device(torch.tensor(indices), device), torch.stack(numbers))
         return packed
 
     def _header(self) -> list[int]:

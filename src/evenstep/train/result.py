@@ -20,6 +20,7 @@ from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.losses import Sums
 from evenstep.train.collectives import Bundle, Collective, gather_values
+from evenstep.train.compiling import Compilations
 from evenstep.train.step_loss import LossValues, StepLoss
 
 Keep: TypeAlias = Literal["samples", "tokens"]
@@ -299,6 +300,8 @@ class StepResult:
     peak_flops: float | None = None
     skipped: bool = False
     """Whether the step was not finite and its gradient was discarded (`on_nonfinite="skip"`)."""
+    compiled: Compilations = field(default_factory=Compilations)
+    """What torch.compile did in this step; see `compile_layers`."""
     kept: Kept | None = field(default=None, repr=False)
     """Loss values of this rank's samples, with `Runner(keep=...)`."""
     bundle: Bundle = field(repr=False)
@@ -317,6 +320,7 @@ class StepResult:
             "" if planned is None else f"imbalance {planned:.3f} planned",
             attempt(lambda: f"imbalance {self.measured_imbalance:.3f} measured"),
             "skipped" if self.skipped else "",
+            f"{counted(graphs, 'graph')} compiled" if (graphs := self.compiled.graphs) else "",
             f"{self.timings.total:.3g} s",
         )
         return line("StepResult", parts)
@@ -442,6 +446,7 @@ class StepResult:
             "imbalance/measured": self.measured_imbalance,
             "mfu": self.mfu,
             "age": sum(self.ages) / len(self.ages) if self.ages else None,
+            "graphs_compiled": self.compiled.graphs or None,
             **{f"seconds/{name}": getattr(self.timings, name) for name in Timings.__slots__},
         }
         return {name: value for name, value in numbers.items() if value is not None}

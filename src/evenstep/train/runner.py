@@ -28,6 +28,7 @@ from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import Metric, Sums
 from evenstep.train import checks, result
 from evenstep.train.collectives import Alone, Bundle, Collective
+from evenstep.train.compiling import Compilations
 from evenstep.train.framework import Forward, Framework, device_of, forward_of
 from evenstep.train.gradients import Gradients, set_aside, square_share, sum_gradients
 from evenstep.train.normalization import (
@@ -393,6 +394,7 @@ class Prefetch(Generic[T]):
 
 # One run of a step ------------------------------------------------------------------------------
 
+
 @cache
 def copy_stream(device: torch.device) -> Any:
     """The stream of a GPU on which batches are copied, so that copies wait for no forward."""
@@ -477,6 +479,7 @@ class StepRun:
         self.position = 0  # of the micro-batch that runs
         self.fed: MicroBatch | None = None  # being prepared
         self.example: Any = None  # one of this rank's samples, for errors
+        self.compiled = Compilations.so_far()
         self.ages: list[float] = []
         self.busy: list[float] = []  # seconds of each micro-batch
         self.ran: list[BatchSegments] = []
@@ -607,8 +610,8 @@ class StepRun:
 
     def _move(self, batch: Batch) -> tuple[Batch, Callable[[], None]]:
         """The batch on the device, copied beside what runs there, and `Prepared.arrives`."""
-        if self.device is None or self.device == batch.device:
-            return batch, _do_nothing
+        if self.device is None or (self.runner.device is None and self.device == batch.device):
+            return batch, _do_nothing  # where the model is
         if self.copies is None:
             return batch.to(self.device), _do_nothing
         with torch.cuda.stream(self.copies):
@@ -861,6 +864,7 @@ class StepRun:
             costs=costs if len(costs) == self.position else (),
             ages=tuple(self.ages),
             peak_flops=self.runner.peak_flops,
+            compiled=Compilations.so_far().since(self.compiled),
             kept=None if self.keeper is None else self.keeper.kept(),
             bundle=bundle,
             numbers=numbers,
