@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.core.plan import MicroBatch
-from evenstep.core.ragged import IntArray
 from evenstep.core.step import Step
 from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, InputError

@@ -18,6 +18,7 @@ from torch import Tensor
 from evenstep.core.cost import Cost
 from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import IntArray
+from evenstep.core.recipe import SyncEvery
 from evenstep.core.step import Step
 from evenstep.core.text import one_of, short_repr, whole_number
 from evenstep.data.feed import FedMicroBatch, Feed
@@ -116,6 +117,10 @@ class Runner:
     prefetch      number of micro-batches prepared ahead; prefetch + 1 are alive. If the device has
                   no memory for the next one yet, it is copied when it runs
     cost          model FLOPs of a segment (`Cost.of_model`), for MFU with `peak_flops` per second
+    reduce_every  `micro_batch`, for fully_shard: scatter gradients in every backward, so that they
+                  are never held whole. Saves up to 4 bytes per weight in steps of several
+                  micro-batches, and sends as many once more per micro-batch. `step`: sum them over
+                  micro-batches first. The gradient is the same
     on_memory     `split`: if a micro-batch runs out of memory, divide it in two on all ranks and
                   run the step again; groups stay whole if the plan keeps them in one micro-batch.
                   Needs a small all-reduce per micro-batch
@@ -144,6 +149,7 @@ class Runner:
     prefetch: int = 1
     cost: Cost | None = None
     peak_flops: float | None = None
+    reduce_every: SyncEvery = "step"
     on_memory: OnMemory = "raise"
     on_nonfinite: OnNonfinite | None = None
     scaler: Any = None
@@ -168,6 +174,7 @@ class Runner:
             checks.check_loss(name, each.function, each.normalization)
         whole_number("prefetch", self.prefetch, least=0)
         one_of("on_memory", self.on_memory, OnMemory)
+        one_of("reduce_every", self.reduce_every, SyncEvery)
         for name, words in (("mode", Mode), ("on_nonfinite", OnNonfinite), ("keep", Keep)):
             if getattr(self, name) is not None:
                 one_of(name, getattr(self, name), words)
@@ -182,7 +189,13 @@ class Runner:
                 "on_memory='split' changes the number of micro-batches, on which the loss of "
                 "mode='per_micro_batch' depends. Use mode='deferred'."
             )
-        if self.on_memory == "split" and Framework.of(self.model).locks_step:
+        locks_step = Framework.of(self.model).locks_step
+        if self.reduce_every == "micro_batch" and not locks_step:
+            raise ConfigError(
+                "reduce_every='micro_batch' scatters gradients of fully_shard, but the model is "
+                "not wrapped by it. Leave it out."
+            )
+        if self.on_memory == "split" and locks_step:
             raise ConfigError(
                 "on_memory='split' does not support fully_shard, whose ranks synchronise inside a "
                 "micro-batch and would hang. Use on_memory='raise' and a smaller max_tokens."
@@ -469,6 +482,9 @@ class StepRun:
         self.copies = copy_stream(self.device) if cuda else None
         self.compute, self.communicate = ComputeTime(cuda), Stopwatch()
         self.step_loss, self.sums = self._make_step_loss(budget)
+        # Whether every backward exchanges gradients: sharded accumulators of several denominators
+        # hold exchanged ones only.
+        self.each = self.step_loss.separate or runner.reduce_every == "micro_batch"
         self.scales: Mapping[str, float] | None = None  # of every micro-batch, if they are equal
         self.scale: Tensor | None = None  # of the GradScaler in this step
         self.suspects = checks.Suspects() if runner.on_nonfinite else None
@@ -537,8 +553,7 @@ class StepRun:
                     first = first or time.perf_counter() - began
                     self._run_micro_batch(ready, last=self.position + 1 == self.count)
                     del ready  # before requesting the next one: prefetch + 1 are alive
-            exchanged = self.sums or self.step_loss.separate
-            if self.position == 0 or (self.count is None and not exchanged):
+            if self.position == 0 or (self.count is None and not (self.sums or self.each)):
                 # The last micro-batch was not known in advance: an empty one exchanges gradients.
                 self._run_micro_batch(self._prepare(self._empty()), last=True)
             self.busy = self.compute.busy()
@@ -602,10 +617,8 @@ class StepRun:
             self.token_ids.note(batch)
         segments, arrives = BatchSegments(batch), None
         # If the micro-batch that runs now holds the memory, this one is moved when it is its turn.
-        try:
+        with suppress(torch.OutOfMemoryError):
             batch, arrives = self._move(batch)
-        except torch.OutOfMemoryError:
-            pass
         return Prepared(batch, arrives, segments, micro, groups, born)
 
     def _move(self, batch: Batch) -> tuple[Batch, Callable[[], None]]:
@@ -678,8 +691,7 @@ class StepRun:
         if ready.born:
             now = time.time()
             self.ages += [now - born for born in ready.born]
-        # Sharded accumulators of several denominators hold exchanged gradients only.
-        exchange = (last or self.step_loss.separate) and not self.sums
+        exchange = (last or self.each) and not self.sums
         try:
             if ready.arrives is None:
                 ready.batch, ready.arrives = self._move(ready.batch)
