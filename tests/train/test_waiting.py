@@ -21,7 +21,7 @@ from evenstep.train import (
 from tests.internals import Layout, runner_module
 
 VOCAB = 32
-LAYOUTS = [Packed(max_tokens=16), Packed(max_tokens=32), Padded(max_tokens=48)]
+LAYOUTS: list[Layout] = [Packed(max_tokens=16), Packed(max_tokens=32), Padded(max_tokens=48)]
 EXTRAS = {
     "group": Extra(aligned="sequence", dtype=torch.int64),
     "weight": Extra(aligned="sequence"),

@@ -11,6 +11,7 @@ checks         checks of batches and ranks that prevent wrong gradients; causes 
 result         what a step returns
 scoring        log-probs by forward passes alone
 rollouts       padded rollouts of a policy, as steps and with results in their shape
+budget         the largest micro-batch that fits into memory, by a few steps
 watch          stops all ranks when one of them fails
 """
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from evenstep.lazy import exports
 
 if TYPE_CHECKING:
+    from evenstep.train.budget import MeasuredBudget, MemoryMeter, find_budget
     from evenstep.train.collectives import Alone, Collective, Distributed, context_attention
     from evenstep.train.compiling import Compilations, compile_layers
     from evenstep.train.framework import register_forward
@@ -54,6 +56,8 @@ __all__ = [
     "GroupMean",
     "Kept",
     "Loss",
+    "MeasuredBudget",
+    "MemoryMeter",
     "Normalization",
     "RolloutBatch",
     "RolloutPlan",
@@ -67,6 +71,7 @@ __all__ = [
     "compute_log_probs",
     "context_attention",
     "expert_frequencies",
+    "find_budget",
     "register_forward",
     "run_step",
 ]
@@ -75,6 +80,7 @@ if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
         __name__,
         {
+            "budget": ["MeasuredBudget", "MemoryMeter", "find_budget"],
             "collectives": ["Alone", "Collective", "Distributed", "context_attention"],
             "compiling": ["Compilations", "compile_layers"],
             "framework": ["register_forward"],

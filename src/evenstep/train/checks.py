@@ -298,20 +298,24 @@ INDIVISIBLE = {
 }
 
 
-def out_of_memory(ranks: Collective, count: int, state: int) -> tuple[int, int]:
-    """(rank, what it ran out of memory with), the same choice on all ranks by one exchange.
+def out_of_memory(
+    ranks: Collective, count: int, state: int, slots: int = 0
+) -> tuple[int, int, int]:
+    """(rank, what it ran out of memory with, the fewest slots that did), the same choice on all
+    ranks by one exchange.
 
     A rank that cannot divide its micro-batch names itself, others the first such rank. `count` is
     the number of micro-batches, which must be the same on all ranks.
     """
-    states, counts = zip(*gather_values(ranks, [state, count]), strict=True)
+    states, counts, sizes = zip(*gather_values(ranks, [state, count, slots]), strict=True)
     if min(counts) != max(counts):
         raise InputError(_SAME["evenstep/count"].format(min(counts), max(counts)))
     indivisible = [rank for rank, each in enumerate(states) if each > DIVISIBLE]
+    fewest = min((size for size, each in zip(sizes, states, strict=True) if each), default=0)
     if not indivisible:
-        return ranks.rank, int(max(states))
+        return ranks.rank, int(max(states)), fewest
     rank = ranks.rank if ranks.rank in indivisible else indivisible[0]
-    return rank, int(states[rank])
+    return rank, int(states[rank]), fewest
 
 
 # Numbers that are not finite --------------------------------------------------------------------

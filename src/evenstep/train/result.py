@@ -117,7 +117,7 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
             each.shared or (each.tiles[0], each.tiles[2], torch.zeros_like(each.tiles[2]))
             for each in ran
         )
-    counts = {
+    counts: dict[str, float] = {
         TOKENS: int(length.sum()),
         SLOTS: sum(each.slots for each in ran),
         LABELS: int(sum(each.labels for each in ran)),

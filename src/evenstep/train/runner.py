@@ -28,7 +28,7 @@ from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import Metric, Sums
 from evenstep.train import checks, result
-from evenstep.train.collectives import Alone, Bundle, Collective
+from evenstep.train.collectives import Alone, Bundle, Collective, gather_values
 from evenstep.train.compiling import Compilations
 from evenstep.train.framework import Forward, Framework, device_of, forward_of
 from evenstep.train.gradients import Gradients, set_aside, square_share, sum_gradients
@@ -123,7 +123,8 @@ class Runner:
                   micro-batches first. The gradient is the same
     on_memory     `split`: if a micro-batch runs out of memory, divide it in two on all ranks and
                   run the step again; groups stay whole if the plan keeps them in one micro-batch.
-                  Needs a small all-reduce per micro-batch
+                  Later micro-batches of as many slots are divided before they run. Needs a small
+                  all-reduce per micro-batch
     on_nonfinite  what to do if the loss or gradient of a step is inf or NaN, on all ranks alike.
                   `raise`: an error that names the micro-batch and the samples. `skip`: discard
                   the gradient of the step; `StepResult.skipped` is True. None leaves the gradient
@@ -157,6 +158,8 @@ class Runner:
     check_prefixes: bool = True
     _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The fingerprint of the first step, once ranks have compared it."""
+    _ran_out: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The fewest slots that ran out of memory, once any have; equal on all ranks."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.model, "parameters") or isinstance(self.model, type):
@@ -240,13 +243,30 @@ class Runner:
                 self.model, self.forward, self.collate, device, step, step.plan, self.collective
             )
         while True:
+            step = self._divided(step) if self._ran_out else step
             items = step if step.batches is None else step.batches
             try:
                 return StepRun(self, items, len(step), step=step, budget=budget).run()
             except TooLargeError as error:
-                micros, (position,) = list(step.micro_batches), error.args
-                micros[position : position + 1] = micros[position].halves()
-                step = replace(step, micro_batches=tuple(micros))
+                self._ran_out[:] = [min([*error.args, *self._ran_out])]
+
+    def _divided(self, step: Step) -> Step:
+        """The step without micro-batches that would run out of memory on any rank, as others of as
+        many slots have."""
+        micros = list(step.micro_batches)
+        checks.out_of_memory(self.collective, len(micros), checks.FITS)  # equally many
+        while True:
+            mine = [
+                each.slots * (each.slots >= self._ran_out[0] and _parts(each) > 1)
+                for each in micros
+            ]
+            too_large = [
+                max(slots) for slots in zip(*gather_values(self.collective, mine), strict=True)
+            ]
+            if not any(too_large):
+                return replace(step, micro_batches=tuple(micros))
+            pairs = zip(micros, too_large, strict=True)
+            micros = [half for each, over in pairs for half in (each.halves() if over else (each,))]
 
     def run_fed(
         self, feed: Iterable[FedMicroBatch], number: int = 0, *, lock_step: bool | None = None
@@ -422,7 +442,7 @@ _TO_PREDICT = (result.LABELS, result.PREDICTED)  # what tells whether a step has
 
 
 class TooLargeError(Exception):
-    """The micro-batch at this position ran out of memory and can be divided; on every rank."""
+    """A micro-batch of so many slots ran out of memory and can be divided; on every rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -703,7 +723,8 @@ class StepRun:
                 with torch.no_grad():
                     batch = self.runner.preprocess(batch)
                 self.compute.seconds += time.perf_counter() - began
-            shard, first = batch, True
+            shard: Batch | BatchShard = batch
+            first = True
             if self.runner.shard is not None:
                 shard = self.runner.shard(batch)
                 self.sharers = getattr(shard, "size", 1)
@@ -921,13 +942,14 @@ class StepRun:
             ) from failure
         state = checks.FITS
         if failure is not None:
-            parts = 1 if ready.micro is None else int(ready.micro.parts.max(initial=0)) + 1
+            parts = 1 if ready.micro is None else _parts(ready.micro)
             whole = checks.SEGMENT if len(ready.segments.arrays.sample) < 2 else checks.GROUP
             state = checks.DIVISIBLE if parts > 1 else whole
         with self.communicate:
-            rank, worst = checks.out_of_memory(self.ranks, self.count or 0, state)
+            slots = ready.batch.rows * ready.batch.width
+            rank, worst, slots = checks.out_of_memory(self.ranks, self.count or 0, state, slots)
         if worst == checks.DIVISIBLE:
-            raise TooLargeError(self.position)
+            raise TooLargeError(slots)
         if worst != checks.FITS:
             where = where if rank == self.ranks.rank else self._name(self.position, rank)
             raise MicroBatchError(f"{where} {checks.INDIVISIBLE[worst]}") from failure
@@ -955,6 +977,11 @@ class StepRun:
     def _name(self, position: int, rank: int) -> str:
         of_all = "" if self.count is None else f" of {self.count}"
         return f"micro-batch {position}{of_all} of step {self.number} on rank {rank}"
+
+
+def _parts(micro: MicroBatch) -> int:
+    """The number of segments or groups that a micro-batch can be divided into."""
+    return int(micro.parts.max(initial=0)) + 1
 
 
 def _describe(shape: Batch | MicroBatch, sample_ids: IntArray) -> str:
