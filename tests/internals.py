@@ -170,7 +170,6 @@ if TYPE_CHECKING:
     from evenstep.report.charts import Bins, Thinned, histogram
     from evenstep.report.charts import lines as line_chart
     from evenstep.report.comparison import HEADER, cells, closing, one_step_warning
-    from evenstep.report.fitting import fitted_error
     from evenstep.report.ink import SHADES, Shading
     from evenstep.report.markup import shortened
     from evenstep.report.numbers import factor, percent, seconds, times

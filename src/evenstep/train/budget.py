@@ -50,10 +50,11 @@ class CudaMemory:
     device: torch.device
 
     def total(self) -> float:
-        """What is free, and what torch has reserved."""
+        """What is free, and what torch has reserved, up to what torch may use."""
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return float(free + torch.cuda.memory_reserved(self.device))
+        free, whole = torch.cuda.mem_get_info(self.device)
+        allowed = torch.cuda.get_per_process_memory_fraction(self.device) * whole
+        return min(float(free + torch.cuda.memory_reserved(self.device)), allowed)
 
     def restart(self) -> None:
         """Also returns memory that is reserved in pieces of other sizes."""

@@ -80,7 +80,7 @@ class BatchSegments:
     def __init__(self, batch: Batch) -> None:
         samples, tree = batch.unshared, batch.tree
         self.tiles = (samples.sample_ids, samples.starts, samples.seqlens, samples.cu_seqlens)
-        self.continuation, self.slots = samples.continuation, batch.rows * batch.width
+        self.continuation, self.rows, self.width = samples.continuation, batch.rows, batch.width
         # Where samples share a prefix, what runs: (samples of tiles, lengths, tokens in front).
         self.shared = None
         if tree is not None:
@@ -103,6 +103,17 @@ class BatchSegments:
         real = sample >= 0
         return SegmentArrays(*(each[real] for each in (sample, start, length, ends[:-1], more)))
 
+    @property
+    def work(self) -> tuple[float, float, float]:
+        """(tokens, squared lengths, segments) that run. Padded rows run at their full width."""
+        length, behind = self.arrays.length.astype(np.float64), 0.0
+        if self.shared is not None:
+            sample, run, in_front = (tensor.cpu().numpy() for tensor in self.shared)
+            length, behind = run[sample >= 0].astype(np.float64), in_front[sample >= 0]
+        elif self.rows > 1 and 0 < len(length) <= self.rows:
+            length = np.full(self.rows, float(self.width))
+        return float(length.sum()), float((length * (length + 2 * behind)).sum()), len(length)
+
 
 def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[str, float]:
     """What micro-batches hold together, by the names of metrics; FLOPs if `cost` gives them.
@@ -119,7 +130,7 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
         )
     counts: dict[str, float] = {
         TOKENS: int(length.sum()),
-        SLOTS: sum(each.slots for each in ran),
+        SLOTS: sum(each.rows * each.width for each in ran),
         LABELS: int(sum(each.labels for each in ran)),
         PREDICTED: predicted,
     }
@@ -300,6 +311,8 @@ class StepResult:
     peak_flops: float | None = None
     skipped: bool = False
     """Whether the step was not finite and its gradient was discarded (`on_nonfinite="skip"`)."""
+    ran: tuple[BatchSegments, ...] = field(default=(), repr=False)
+    """The segments of each micro-batch of this rank."""
     compiled: Compilations = field(default_factory=Compilations)
     """What torch.compile did in this step; see `compile_layers`."""
     kept: Kept | None = field(default=None, repr=False)
@@ -324,6 +337,11 @@ class StepResult:
             f"{self.timings.total:.3g} s",
         )
         return line("StepResult", parts)
+
+    @property
+    def work(self) -> list[tuple[float, float, float]]:
+        """Tokens, squared lengths and segments of each micro-batch of this rank, for `fit_cost`."""
+        return [each.work for each in self.ran]
 
     @property
     def reduced(self) -> bool:
@@ -453,9 +471,12 @@ class StepResult:
 
 
 def gathered(result: StepResult, collective: Collective) -> dict[str, object]:
-    """What a log keeps of a step: planned cost and busy seconds of every micro-batch, as lists of
-    ranks × micro-batches. Every rank calls it; all have equally many micro-batches."""
-    mine = [result.costs or [0.0] * len(result.busy), result.busy]
+    """What a log keeps of a step: planned cost, busy seconds and work of every micro-batch, as
+    lists of ranks × micro-batches. Every rank calls it; all have equally many micro-batches."""
+    mine = [result.costs or [0.0] * len(result.busy), result.busy, *zip(*result.work, strict=True)]
     of_ranks = gather_values(collective, torch.tensor(mine, dtype=torch.float64))
-    costs, busy = zip(*of_ranks, strict=True)
-    return {"micro_batches/cost": [*costs], "micro_batches/busy": [*busy]}
+    costs, busy, *sums = zip(*of_ranks, strict=True)
+    work = [[*zip(*of_rank, strict=True)] for of_rank in zip(*sums, strict=True)]
+    return {
+        "micro_batches/cost": [*costs], "micro_batches/busy": [*busy], "micro_batches/work": work
+    }  # fmt: skip

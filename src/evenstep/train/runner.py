@@ -897,6 +897,7 @@ class StepRun:
             costs=costs if len(costs) == self.position else (),
             ages=tuple(self.ages),
             peak_flops=self.runner.peak_flops,
+            ran=tuple(self.ran),
             compiled=Compilations.so_far().since(self.compiled),
             kept=None if self.keeper is None else self.keeper.kept(),
             bundle=bundle,
