@@ -84,7 +84,7 @@ def clear() -> None:
 
 def speed() -> Section:
     """A step through the runner, compared with a plain loop and with dense batches."""
-    budget, longest, count = (256, 64, 12) if QUICK else (32_768, 8192, 96)
+    budget, longest, count = (256, 64, 12) if QUICK else (32_768, 8192, 64)
     lengths = lengths_of(count, longest)
     cost = Cost.of_model(**(TINY if QUICK else BIG))
     words = vocab(BIG)
@@ -112,7 +112,7 @@ def speed() -> Section:
     )
     return Section(
         "Speed of the runner, 1B decoder, bfloat16",
-        [f"{count} log-normal samples, micro-batches of {budget:,} slots, median of four steps."],
+        [f"{count} log-normal samples, micro-batches of {budget:,} slots, median of three steps."],
         tables=[table],
         targets=[
             Target("compiled, packed ≥ 96 % of dense", f"{of_dense:.1%}", of_dense >= 0.96),
@@ -140,7 +140,7 @@ def timed(compiled: bool, packed: Any, dense: Any) -> dict[str, float]:
         "runner, dense": lambda: runner.run(dense),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(2 if QUICK else 5):
+    for turn in range(2 if QUICK else 4):
         for name, call in calls.items():
             model.zero_grad()
             wait()
@@ -322,7 +322,7 @@ def budgets() -> Section:
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         runner = Runner(model=model, loss=cross_entropy())
-        for trial in range(11):
+        for trial in range(10):
             share = 0.08 + 0.008 * trial
             torch.cuda.set_per_process_memory_fraction(share)
             lengths = lengths_of(400, 4096, seed=trial)

@@ -36,7 +36,7 @@ def fit_cost(results: RunLog | Sequence[Any]) -> FittedCost:
         cost = fit_cost(results).cost
         recipe = Recipe(layout=Packed(max_tokens=16384), cost=cost)
 
-    >>> lengths = [[3, 1], [4], [2, 2, 2], [9]]
+    >>> lengths = [[3, 1], [4], [2, 2, 2], [9], [1, 5]]
     >>> work = [(sum(n), sum(x * x for x in n), len(n)) for n in lengths]
     >>> busy = [2.0 * tokens + 0.5 * pairs for tokens, pairs, _ in work]
     >>> record = {"micro_batches/work": [work], "micro_batches/busy": [busy]}

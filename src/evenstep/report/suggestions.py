@@ -230,7 +230,7 @@ def of_error(error: float, fitted: float | None) -> list[Advice]:
     """Planned costs that are far from the measured times, and what a fitted cost would reach.
 
     >>> of_error(0.25, 0.05)[0].text[:64]
-    'Planned times are off by 25 % (median over micro-batches). fit_'
+    'Planned times are off by 25 % (median over micro-batches). fit_c'
     """
     if not error >= 0.1:
         return []
