@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from evenstep.errors import InputError
 from evenstep.report import fit_cost
 from evenstep.tensors import Collator, cross_entropy
 from evenstep.train import Runner, compile_layers, find_budget
-from evenstep.train import runner as runner_module
 
 ROOT = Path(__file__).resolve().parents[1]
 BIG = {"hidden": 2048, "layers": 16, "heads": 16, "kv_heads": 8, "ffn": 8192, "vocab": 32_000}
@@ -86,7 +86,8 @@ def speed() -> Section:
     """A step through the runner, compared with a plain loop and with dense batches."""
     budget, longest, count = (256, 64, 12) if QUICK else (32_768, 8192, 64)
     lengths = lengths_of(count, longest)
-    cost = Cost.of_model(**(TINY if QUICK else BIG))
+    sizes: dict[str, Any] = TINY if QUICK else BIG
+    cost = Cost.of_model(**sizes)
     words = vocab(BIG)
     packed = next(
         iter(PlannedStream(source(lengths, words), Recipe(layout=Packed(max_tokens=budget))))
@@ -161,6 +162,7 @@ def waiting_is_an_error() -> Iterator[None]:
     if DEVICE != "cuda":
         yield
         return
+    runner_module: Any = import_module("evenstep.train.runner")
     kept = runner_module.counts_of
 
     def counts_of(*arguments: Any) -> Any:
@@ -193,6 +195,9 @@ def llama() -> Any:
     return model
 
 
+MODELS: dict[str, Callable[[], Any]] = {"decoder": lambda: decoder(MIDDLE), "Llama": llama}
+
+
 def compiling() -> Section:
     """50 steps of other lengths after 3; each is checked for waiting inside it, too."""
     table = Table(
@@ -200,7 +205,7 @@ def compiling() -> Section:
                              "steps that wait": "d", "first reason": ""},
     )  # fmt: skip
     targets = []
-    for name, make in (("decoder", lambda: decoder(MIDDLE)), ("Llama", llama)):
+    for name, make in MODELS.items():
         clear()
         model = make()
         compile_layers(model, backend="aot_eager" if QUICK else "inductor")
@@ -317,7 +322,7 @@ def budgets() -> Section:
         "Slots", {"model": "", "GiB": ".1f", "find_budget": ",", "bisection": ",", "ratio": ".3f"}
     )
     targets, above, trials = [], 0, 0
-    for name, make in (("decoder", lambda: decoder(MIDDLE)), ("Llama", llama)):
+    for name, make in MODELS.items():
         clear()
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

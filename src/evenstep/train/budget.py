@@ -53,7 +53,7 @@ class CudaMemory:
         """What is free, and what torch has reserved, up to what torch may use."""
         torch.cuda.empty_cache()
         free, whole = torch.cuda.mem_get_info(self.device)
-        allowed = torch.cuda.get_per_process_memory_fraction(self.device) * whole
+        allowed = float(torch.cuda.get_per_process_memory_fraction(self.device) * whole)
         return min(float(free + torch.cuda.memory_reserved(self.device)), allowed)
 
     def restart(self) -> None:
@@ -143,10 +143,9 @@ def find_budget(
         # Each try after one that does not fit is smaller by the margin.
         tries = [int(limit * (1 - margin) * (1 - max(margin, 0.01)) ** n) for n in range(_TRIES)]
         third = probe.largest([slots for slots in tries if slots > second[0]] or [second[0]])
-        fixed, per_slot = _line(first if third[0] == second[0] else second, third)
-        most = int(
-            probe.limit(total, first if third[0] == second[0] else second, third) * (1 - margin)
-        )
+        before = first if third[0] == second[0] else second
+        most = int(probe.limit(total, before, third) * (1 - margin))
+    fixed, per_slot = _line(before, third)
     if third[0] != tries[0]:  # a larger one did not fit
         most = min(most, third[0])
     return MeasuredBudget(max_tokens=most, fixed=fixed, per_slot=per_slot, total=total)
