@@ -219,6 +219,8 @@ if TYPE_CHECKING:
     from evenstep.trainer import state
     from evenstep.trainer.checkpoints import complete, read_place
     from evenstep.trainer.job import Job as TrainJob
+    from evenstep.trainer.measure import described as described_budget
+    from evenstep.trainer.measure import measure as measure_budget
     from evenstep.trainer.run import record
     from evenstep.trainer.state import State
 
