@@ -117,7 +117,7 @@ def find_budget(
     make_sample  length -> a sample, if the runner's collator needs more than input_ids
 
         budget = find_budget(runner, optimizer, lengths).max_tokens
-        recipe = Recipe(layout=Packed(max_tokens=budget), ...)
+        recipe = Recipe(layout=Packed(max_tokens=budget))
     """
     if not 0 <= margin < 1:
         raise ConfigError(f"margin must be in [0, 1), got {margin}.")
