@@ -278,7 +278,7 @@ def gradients() -> Section:
     finally:
         torch.distributed.destroy_process_group()
     layers = sizes["layers"]
-    predicted = 4 * weights * (1 - 1 / ranks - 1 / layers)
+    predicted = 4 * weights * (1 - 1 / ranks - 3 / layers)
     fall = peaks["step"] - peaks["micro_batch"]
     table = Table("GB", {"reduce_every": "", "peak": ".3f"})
     for every, peak in peaks.items():

@@ -22,7 +22,7 @@ from tests.train.on_ranks import Samples, decoder
 from tests.train.stepping import several
 from tests.train.steps import COLLATOR, NORMALIZATIONS, Gradient, gradient_of
 
-SHAPE = DecoderShape(vocab=32, hidden=32, layers=24, heads=2, kv_heads=2, ffn=96)
+SHAPE = DecoderShape(vocab=16, hidden=16, layers=64, heads=2, kv_heads=2, ffn=48)
 LENGTHS = [4, 3, 5, 4, 3, 4]  # short: gradients take more memory than activations
 
 

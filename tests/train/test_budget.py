@@ -89,7 +89,7 @@ def found(device: Device, lengths: list[int], collective: Any = None, **options:
 @examples(20)
 @given(
     limit=st.integers(6_000, 60_000),
-    fixed=st.floats(0, 1e7),
+    fixed=st.floats(0, 1e6),
     lost=st.floats(0, 0.03),
     bend=st.floats(0, 1e-4),
 )
@@ -100,12 +100,12 @@ def test_the_budget_is_never_above_the_limit_and_not_far_below(
     device.total_bytes = device.bytes_of(limit)
     budget = found(device, [5, 900, 40])
     assert 0.9 * device.limit() <= budget <= device.limit()
-    assert device.runs <= 2 * 6
+    assert device.runs <= 2 * (4 + 6)
 
 
 def test_a_line_is_met_to_the_margin() -> None:
     device = Device(5e6)
-    assert found(device, [100]) == int(0.95 * device.limit())
+    assert found(device, [100]) == int(0.96 * device.limit())
     assert device.runs == 8  # two micro-batches of four steps
     assert found(device, [100], margin=0.2) == int(0.8 * device.limit())
 
@@ -119,7 +119,7 @@ def test_the_smallest_answer_counts_on_all_ranks() -> None:
     devices = [Device(5e6), Device(3e6), Device(9e6, lost=0.01)]
     budgets = run_ranks(3, lambda ranks: found(devices[ranks.rank], [100], ranks))
     assert len(set(budgets)) == 1
-    assert budgets[0] == int(0.95 * devices[1].limit())
+    assert budgets[0] == int(0.96 * devices[1].limit())
 
 
 def state_of(runner: Runner, optimizer: Any) -> Any:
@@ -160,7 +160,7 @@ def test_samples_of_a_collator_with_extras() -> None:
         return {"input_ids": [1] * length, **{name: [0.5] * length for name in names}}
 
     budget = find_budget(runner, optimizer, [9, 30], meter=device, make_sample=make_sample)
-    assert budget.max_tokens == int(0.95 * device.limit())
+    assert budget.max_tokens == int(0.96 * device.limit())
     assert repr(budget).startswith("MeasuredBudget(")
 
 

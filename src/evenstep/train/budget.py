@@ -24,7 +24,7 @@ from evenstep.train.runner import Runner
 Point: TypeAlias = tuple[int, float]
 """The slots of a micro-batch, and the peak of a step of such."""
 _SMALLEST = 2048  # slots of the first probe, if no sample is longer
-_TRIES = 4  # steps at the limit, each smaller than the one before
+_TRIES = 6  # steps at the limit, each smaller than the one before
 
 
 class MemoryMeter(Protocol):
@@ -98,7 +98,7 @@ def find_budget(
     runner: Runner,
     optimizer: torch.optim.Optimizer,
     lengths: Sequence[int],
-    margin: float = 0.05,
+    margin: float = 0.04,
     *,
     meter: MemoryMeter | None = None,
     make_sample: Callable[[int], Any] | None = None,
@@ -112,7 +112,7 @@ def find_budget(
     must call it with the same arguments.
 
     margin       the budget is smaller than the predicted limit by this share, for fragments of
-                 memory
+                 memory; and no larger than a step that fitted
     meter        how memory is measured; None: `torch.cuda`
     make_sample  length -> a sample, if the runner's collator needs more than input_ids
 
@@ -142,12 +142,11 @@ def find_budget(
         limit = probe.limit(total, first, second)
         # Each try after one that does not fit is smaller by the margin.
         tries = [int(limit * (1 - margin) * (1 - max(margin, 0.01)) ** n) for n in range(_TRIES)]
-        third = probe.largest([slots for slots in tries if slots > second[0]] or [second[0]])
+        third = probe.largest([*(slots for slots in tries if slots > second[0]), second[0]])
         before = first if third[0] == second[0] else second
-        most = int(probe.limit(total, before, third) * (1 - margin))
+        limit = probe.limit(total, before, third)
     fixed, per_slot = _line(before, third)
-    if third[0] != tries[0]:  # a larger one did not fit
-        most = min(most, third[0])
+    most = min(third[0], int(limit * (1 - margin)))  # has run, and leaves the margin
     return MeasuredBudget(max_tokens=most, fixed=fixed, per_slot=per_slot, total=total)
 
 

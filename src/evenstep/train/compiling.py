@@ -48,8 +48,16 @@ def compile_layers(model: Any, *, backend: str = "inductor") -> None:
             f"{type(unwrapped(model)).__name__} has no list of layers (nn.ModuleList) to compile. "
             f"Call torch.compile(model, dynamic=True) instead."
         )
+    options: dict[str, Any] = {}
+    if backend == "inductor":
+        from torch._inductor import config
+
+        # Otherwise its fusions depend on the number of tokens, and small batches need a new graph.
+        name = "mix_order_reduction_non_strict_mode"
+        if hasattr(config.triton, name):  # torch >= 2.10
+            options = {"options": {f"triton.{name}": True}}
     for layer in layers:
-        layer.compile(backend=backend, dynamic=True)
+        layer.compile(backend=backend, dynamic=True, **options)
 
 
 @dataclass(frozen=True, slots=True)

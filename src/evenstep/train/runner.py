@@ -192,13 +192,12 @@ class Runner:
                 "on_memory='split' changes the number of micro-batches, on which the loss of "
                 "mode='per_micro_batch' depends. Use mode='deferred'."
             )
-        locks_step = Framework.of(self.model).locks_step
-        if self.reduce_every == "micro_batch" and not locks_step:
+        if self.reduce_every == "micro_batch" and not Framework.of(self.model).locks_step:
             raise ConfigError(
                 "reduce_every='micro_batch' scatters gradients of fully_shard, but the model is "
                 "not wrapped by it. Leave it out."
             )
-        if self.on_memory == "split" and locks_step:
+        if self.on_memory == "split" and Framework.of(self.model).locks_step:
             raise ConfigError(
                 "on_memory='split' does not support fully_shard, whose ranks synchronise inside a "
                 "micro-batch and would hang. Use on_memory='raise' and a smaller max_tokens."

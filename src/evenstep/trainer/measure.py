@@ -76,10 +76,10 @@ def described(measured: MeasuredBudget, size: ModelSize, checkpointing: bool) ->
         for slots in (0, 2**20)
     )
     per_slot = (some - fixed) / 2**20
-    predicted = int((measured.total - fixed) / per_slot * 0.95)
+    predicted = int((measured.total - fixed) / per_slot * 0.96)
     return (
         f"On this GPU, {measured.total / 2**30:.1f} GiB: predicted {max(predicted, 0):,} slots "
         f"({fixed / 2**30:.1f} GiB and {per_slot / 2**20:.3f} MiB per slot), measured "
         f"{measured.max_tokens:,} slots ({measured.fixed / 2**30:.1f} GiB and "
-        f"{measured.per_slot / 2**20:.3f} MiB per slot), each 5 % below the limit."
+        f"{measured.per_slot / 2**20:.3f} MiB per slot), each 4 % below the limit."
     )

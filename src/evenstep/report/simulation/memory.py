@@ -8,7 +8,7 @@ and sharded over all ranks; layers compute in bfloat16.
     gradients      4 bytes per weight, sharded. They are summed over micro-batches before they are
                    scattered, so that steps of several micro-batches hold them whole, unless every
                    micro-batch scatters its own (`Runner(reduce_every="micro_batch")`): then only
-                   those of one layer are whole
+                   those of three layers are whole, which are computed, copied and sent
     gathered       2 bytes per weight of the embedding and the head, which stay gathered
     activations    bytes per slot that the backward needs (`core.models`); with checkpointing,
                    2 bytes per hidden number and layer
@@ -81,7 +81,7 @@ def memory_of(
     own = slots / (topology.tp * topology.cp)  # slots of one device
     per_slot = 2 * size.hidden * size.layers if checkpointing else size.kept
     in_flight = min(micro_batches, topology.pp) / topology.pp
-    summed = 4 * min(held, shard + held / size.layers if scattered else held)
+    summed = 4 * min(held, shard + 3 * held / size.layers if scattered else held)
     return Memory(
         weights=4 * shard,
         optimizer=8 * shard,
