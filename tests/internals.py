@@ -170,7 +170,6 @@ if TYPE_CHECKING:
     from evenstep.report.charts import Bins, Thinned, histogram
     from evenstep.report.charts import lines as line_chart
     from evenstep.report.comparison import HEADER, cells, closing, one_step_warning
-    from evenstep.report.fitting import fitted_error
     from evenstep.report.ink import SHADES, Shading
     from evenstep.report.markup import shortened
     from evenstep.report.numbers import factor, percent, seconds, times
@@ -208,6 +207,7 @@ if TYPE_CHECKING:
     from evenstep.train import model_head
     from evenstep.train import runner as runner_module
     from evenstep.train.collectives import Bundle, gather
+    from evenstep.train.compiling import layers_of
     from evenstep.train.framework import call, device_of, forward_of
     from evenstep.train.gradients import Gradients, set_aside, sum_gradients
     from evenstep.train.model_head import ModelHead
@@ -221,6 +221,8 @@ if TYPE_CHECKING:
     from evenstep.trainer import state
     from evenstep.trainer.checkpoints import complete, read_place
     from evenstep.trainer.job import Job as TrainJob
+    from evenstep.trainer.measure import described as described_budget
+    from evenstep.trainer.measure import measure as measure_budget
     from evenstep.trainer.run import record
     from evenstep.trainer.state import State
 

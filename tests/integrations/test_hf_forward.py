@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evenstep import MicroBatch, Packed, Padded, Recipe
 from evenstep.errors import ConfigError, InputError
+from evenstep.integrations.hf_attention import use_attention
 from evenstep.integrations.huggingface import hf_forward, hf_head, hf_kwargs, supports_packing
 from evenstep.tensors import Collator, cross_entropy, shard_context
 from evenstep.train import Runner, compute_log_probs, register_forward, run_step
@@ -315,3 +316,26 @@ def test_positions_of_padding_stay_below_the_longest_segment() -> None:
     assert hf_kwargs(batch)["position_ids"].max() == 4
     assert hf_kwargs(batch)["cu_seq_lens_q"].tolist() == [0, 5, 8, 64]
     model(**hf_kwargs(batch))
+
+
+def test_positions_of_packed_rows_are_not_read_where_boundaries_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers would wait for the device to read them."""
+    model, (batch, *_) = use_attention(llama("sdpa")), batches_for(LENGTHS, PACKED)
+    forward = hf_forward(model)
+    expected = forward(model, batch)
+    read: list[Tensor] = []
+    masking = transformers.masking_utils
+    tracing = masking.is_tracing
+    monkeypatch.setattr(
+        masking, "is_tracing", lambda *values: [*map(read.append, values)] and False
+    )
+    torch.testing.assert_close(forward(model, batch), expected)
+    assert not read
+    monkeypatch.setattr(masking, "is_tracing", tracing)
+    kwargs = hf_kwargs(batch, model)
+    torch.testing.assert_close(model(**kwargs).logits, expected)
+    plain = llama("sdpa")
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(hf_forward(plain)(plain, batch), expected)

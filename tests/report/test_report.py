@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep import Cost, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
-from evenstep.report import Entry, Report, RunLog, advice, report_page
+from evenstep.errors import InputError
+from evenstep.report import Entry, Report, RunLog, advice, fit_cost, report_page
 from tests.examples import examples
-from tests.internals import Bins, Thinned, fitted_error, histogram, step_times, typical_error
+from tests.internals import Bins, Thinned, histogram, step_times, typical_error
 from tests.internals import line_chart as lines
 
 COST = Cost.named("llama-3-8b")
@@ -45,6 +46,13 @@ def records(plan: Plan, speed: Any = 1.0, seconds: float = 2.0) -> list[dict[str
                 "seconds/wait": 0.1,
                 "micro_batches/cost": costs.tolist(),
                 "micro_batches/busy": busy.tolist(),
+                "micro_batches/work": [
+                    [
+                        (each.length.sum(), (each.length**2).sum(), len(each.length))
+                        for each in (micro.segments for micro in plan[step, rank])
+                    ]
+                    for rank in range(4)
+                ],
             }
         )
     return found
@@ -132,7 +140,17 @@ def test_planned_time_is_measured_time_if_costs_are_right() -> None:
     assert typical_error(*log.micro_batches()) == pytest.approx(0, abs=1e-9)
     assert log.per_second() == pytest.approx(1000.0)
     assert log.waiting_share() == pytest.approx(0.05)
-    assert fitted_error(PACKED, log) == pytest.approx(0, abs=1e-3)
+    fitted = fit_cost(log)
+    assert fitted.error == pytest.approx(0, abs=1e-3)
+    assert fitted.num_micro_batches == sum(busy.size for busy in log.busy[1:])
+    lengths = np.array([7, 19])
+    planned = 1e-14 * PACKED.recipe.cost.of_lengths(lengths)
+    assert fitted.cost.of_lengths(lengths) == pytest.approx(planned, rel=1e-3)
+
+
+def test_too_few_micro_batches_are_refused() -> None:
+    with pytest.raises(InputError, match="at least 16 timed micro-batches"):
+        fit_cost(records(PACKED)[:2])
 
 
 def test_a_log_without_times_has_none() -> None:

@@ -182,6 +182,31 @@ def test_a_copy_without_memory_is_split_on_all_ranks(work: Work, dp: int, known:
         assert result.slots <= LIMIT * result.num_micro_batches
 
 
+def test_what_ran_out_of_memory_is_divided_before_it_runs_again() -> None:
+    """Three micro-batches become five, of which one ran in vain, and none in the next step."""
+    work = samples_of([4, 4, 4, 4, 4], masked=0.0)
+    (step,) = steps_of(Plan("planned", Packed(samples=2, max_tokens=LIMIT)), work)
+    assert isinstance(step, Step)
+    assert sorted(micro.slots for micro in step.micro_batches) == [4, LIMIT, LIMIT]
+    model, counts = Small(model_of(), LIMIT - 1, "forward"), []
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        counts.append(batch.width)
+        return model(batch)
+
+    runner = Runner(
+        model=model, loss=cross_entropy(), collate=COLLATOR, forward=forward, on_memory="split"
+    )
+    _, gradient = expected("token mean", model_of(), work, [step])
+    assert runner.run(step).num_micro_batches == 5
+    before = [micro.slots for micro in step.micro_batches].index(LIMIT)
+    assert len(counts) == before + 1 + 5
+    assert distance(gradient_of(model), gradient) < 1e-12
+    counts.clear()
+    assert runner.run(step).num_micro_batches == 5
+    assert len(counts) == 5
+
+
 def test_running_out_of_memory_in_collate_names_the_samples() -> None:
     (step,) = steps_of(Plan("planned", Packed(max_tokens=LIMIT)), samples_of([LIMIT]))
 

@@ -158,19 +158,26 @@ class Sweep:
     # Measuring -----------------------------------------------------------------------------------
 
     def _measured(self, recipe: Recipe, steps: int) -> Setting | None:
-        """The setting over so many steps, without recomputing if that fits; None if none fits."""
+        """The setting over so many steps, with gradients summed before they are scattered and
+        without recomputing if that fits; None if none fits."""
         for checkpointing in (False, True):
             if self._least_peak(recipe, checkpointing) > self._room:
                 continue
-            setting = self._simulated(recipe, steps, checkpointing)
-            if setting.memory.peak <= self._room:
-                return setting
+            for scattered in (False, True):
+                setting = self._simulated(recipe, steps, checkpointing, scattered)
+                if setting.memory.peak <= self._room:
+                    return setting
+                if setting.waves == 1 or recipe.topology.dp * recipe.topology.cp == 1:
+                    break  # nothing to save
         return None
 
-    def _simulated(self, recipe: Recipe, steps: int, checkpointing: bool) -> Setting:
+    def _simulated(
+        self, recipe: Recipe, steps: int, checkpointing: bool, scattered: bool
+    ) -> Setting:
         from evenstep import make_plan
 
         cluster = cluster_of(self.size, self.gpu, recipe.topology, checkpointing=checkpointing)
+        cluster = replace(cluster, scattered=scattered)
         recipe = replace(recipe, cost=cluster.cost)
         plan = make_plan(self._draw((recipe.steps.samples or 1) * steps), recipe)
         waves = int(np.diff(plan.cell_offsets).max(initial=1))
@@ -184,10 +191,11 @@ class Sweep:
         return Setting(
             recipe=recipe,
             checkpointing=checkpointing,
+            scattered=scattered,
             simulation=simulate(plan, cluster),
             memory=memory_of(
                 self.size, recipe.topology, slots=slots, micro_batches=waves,
-                checkpointing=checkpointing,
+                checkpointing=checkpointing, scattered=scattered,
             ),
             waves=waves,
             num_samples=int((kept > 0).sum()),

@@ -39,6 +39,14 @@ Fixed: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+Measure: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Also measure the budget of the model on the GPU of this machine, with random "
+        "weights on one rank, and compare it with the prediction.",
+    ),
+]
 
 
 def tune(
@@ -51,6 +59,7 @@ def tune(
     samples_per_step: options.SamplesPerStep = None,
     column: options.Column = None,
     steps: Steps = 20,
+    measure: Measure = False,
     picture: options.Picture = None,
     json: options.Json = False,
 ) -> None:
@@ -71,7 +80,8 @@ def tune(
 
     files.refuse_unknown_picture(picture)
     files.refuse_unwritable([lengths, *files.of_model(model)], picture)
-    device, size = Device.named(gpu), ModelSize.of(named_config(model))
+    config = named_config(model)
+    device, size = Device.named(gpu), ModelSize.of(config)
     with progress(f"Reading {called(lengths)}"):
         samples = read_samples(Input.at(lengths), column, None, [])
     counted = checked_lengths(samples.lengths, None)
@@ -81,6 +91,13 @@ def tune(
         settings = sweep.settings(advance)
     chosen = recommended(settings)
     why = reason(chosen, settings, device.memory)
+    if measure:
+        from evenstep.trainer.measure import described
+        from evenstep.trainer.measure import measure as measure_budget
+
+        with progress("Measuring the budget"):
+            measured = measure_budget(config, counted, chosen.checkpointing)
+        why = f"{why} {described(measured, size, chosen.checkpointing)}"
     title = f"{model} on {ranks} × {device.name}, {called(lengths)}"
     if picture is not None:
         drawn = files.picture(

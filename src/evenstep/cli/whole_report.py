@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +17,10 @@ from evenstep.cli.strategies import OWN, SHARED, TODAY, built_in_strategies, run
 from evenstep.core.checks import assert_valid
 from evenstep.core.plan import Plan, join_plans
 from evenstep.core.ragged import IntArray
+from evenstep.errors import InputError
 from evenstep.report import Advice, Entry, Report, advice
 from evenstep.report.comparison import one_step_warning
-from evenstep.report.fitting import fitted_error
+from evenstep.report.fitting import fit_cost
 from evenstep.report.numbers import count
 from evenstep.report.run_log import typical_error
 from evenstep.report.suggestions import of_error, of_ranks, of_waiting
@@ -51,11 +53,13 @@ def of_run(folder: Path) -> Report:
         found = read_run(folder, advance)
     plan, log = found.plan, found.log
     entries, notes = _compared(plan, found.epochs)
-    error = typical_error(*log.micro_batches())
+    error, fitted = typical_error(*log.micro_batches()), None
+    with suppress(InputError):  # too few steps, or an older log
+        fitted = fit_cost(log).error
     measured = [
         *of_ranks(log.rank_speeds()),
         *of_waiting(log.waiting_share()),
-        *of_error(error, fitted_error(plan, log, found.first)),
+        *of_error(error, fitted),
     ]
     return Report(
         title=f"Report on {folder.resolve().name}",

@@ -163,7 +163,7 @@ class Cost:
         >>> round(fitted.per_token, 6), round(fitted.per_pair, 6)
         (2.0, 0.5)
         """
-        rows: list[list[float]] = []
+        rows: list[tuple[float, float, int]] = []
         times: list[float] = []
         for lengths, time in measurements:
             row = np.asarray(lengths, np.float64)
@@ -175,14 +175,20 @@ class Cost:
                     f"measurement {len(rows)} has a segment of {wrong[0]:g} tokens; expected a "
                     f"length in [1, {MOST}]."
                 )
-            rows.append([row.sum(), (row**2).sum(), float(len(row)), 1.0])
+            rows.append((row.sum(), (row**2).sum(), len(row)))
             times.append(float(time))
-        if not rows or not all(0 < time < float("inf") for time in times):
+        return cls.fit_work(np.reshape(np.array(rows), (-1, 3)), np.array(times))
+
+    @classmethod
+    def fit_work(cls, work: FloatArray, times: FloatArray) -> Cost:
+        """The same from sums: of each micro-batch its tokens, squared lengths and segments."""
+        rows = np.column_stack((work, np.ones(len(work))))
+        if not len(rows) or not all(0 < time < float("inf") for time in times):
             raise InputError(
                 "expected at least one measurement; measured times must be finite and above 0."
             )
         # Dividing each row by its time makes the error relative: target 1 for every row.
-        features = np.array(rows) / np.array(times)[:, None]
+        features = rows / times[:, None]
         scale = features.max(axis=0)
         # No term may be negative: of all subsets of terms whose solution has none, the best.
         best, best_error = np.zeros(4), np.inf

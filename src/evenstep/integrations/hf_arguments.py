@@ -105,7 +105,7 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
         **{name: extra for name, extra in extras.items() if name not in ragged},
         **media,
     }
-    if one_segment_per_row(batch) and (batch.rows > 1 or not bool(real.all())):
+    if one_segment_per_row(batch) and (batch.rows > 1 or not batch.is_full):
         # A row of padding attends to itself: softmax over a fully masked row is NaN.
         kwargs["attention_mask"] = (real | ~real.any(1, keepdim=True)).long()
     elif not ((traits.has_tower and media) or (traits.stateful and one_segment_per_row(batch))):

@@ -24,17 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import Segments
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_arguments import configs_in, hf_kwargs, traits_of
-from evenstep.integrations.huggingface import carries_state, support_of
+from evenstep.integrations.huggingface import BOUNDARIES_GIVEN, carries_state, support_of
 from evenstep.integrations.mixers import mixers_of
 from evenstep.integrations.probes import packed_row
-from evenstep.tensors.batch import Batch, Boundaries
+from evenstep.tensors.batch import Batch, Boundaries, on_host
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import Call, attend
 from evenstep.train.framework import undisturbed
@@ -526,7 +526,7 @@ def _read(hints: Hints) -> Boundaries:
     rows, width, ends = hints.rows, hints.width, hints.cu_seqlens
     if ends is not None:
         ends = ends.to(hints.device, torch.int32, copy=True)  # what is kept must not hold its key
-        _check_ends(ends, rows, width)
+        _check_ends(on_host(hints.cu_seqlens), rows, width)
         if hints.padding is None:
             return Boundaries(rows, width, ends, hints.longest or int(ends.diff().max()))
     begins = torch.zeros(rows, width, dtype=torch.bool, device=hints.device)
@@ -633,3 +633,16 @@ def _traced(hints: Hints) -> Boundaries:
 
 
 register_attention()
+
+_find_packed = masking_utils.find_packed_sequence_indices
+
+
+def _find_packed_unless_given(position_ids: Tensor) -> Tensor | None:
+    """What transformers reads from positions, on the host, and our attention does not need."""
+    if not torch.compiler.is_compiling() and BOUNDARIES_GIVEN.get():
+        return None
+    found: Tensor | None = _find_packed(position_ids)
+    return found
+
+
+masking_utils.find_packed_sequence_indices = _find_packed_unless_given

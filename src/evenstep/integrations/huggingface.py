@@ -16,7 +16,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -166,9 +166,25 @@ def hf_head(model: Any) -> Head:
     )
 
 
+BOUNDARIES_GIVEN: ContextVar[bool] = ContextVar("boundaries_given", default=False)
+"""Whether a model runs to which our attention is given the boundaries of segments."""
+
+
 def _run(model: Any, batch: Batch, outputs: Outputs) -> dict[str, Tensor]:
     """What the model returns for a batch, (rows, width, ...) each, by its name."""
-    kwargs, core, traits = hf_kwargs(batch, model), core_of(model), traits_of(model)
+    kwargs = hf_kwargs(batch, model)
+    given = "cu_seq_lens_q" in kwargs and _implementation_of(core_of(model)) == "evenstep"
+    before = BOUNDARIES_GIVEN.set(given)
+    try:
+        return _outputs(model, batch, outputs, kwargs)
+    finally:
+        BOUNDARIES_GIVEN.reset(before)
+
+
+def _outputs(
+    model: Any, batch: Batch, outputs: Outputs, kwargs: dict[str, Any]
+) -> dict[str, Tensor]:
+    core, traits = core_of(model), traits_of(model)
     if outputs == "hidden":
         layer = core.get_output_embeddings()
         if layer is None:

@@ -12,6 +12,7 @@ from evenstep.lazy import exports
 
 if TYPE_CHECKING:
     from evenstep.report.comparison import Entry
+    from evenstep.report.fitting import FittedCost, fit_cost
     from evenstep.report.page import comparison_page, plan_page
     from evenstep.report.picture import comparison_picture, plan_picture
     from evenstep.report.png import png_of
@@ -28,6 +29,7 @@ __all__ = [
     "Advice",
     "Cluster",
     "Entry",
+    "FittedCost",
     "Report",
     "Row",
     "RunLog",
@@ -36,6 +38,7 @@ __all__ = [
     "advice",
     "comparison_page",
     "comparison_picture",
+    "fit_cost",
     "named_cluster",
     "plan_page",
     "plan_picture",
@@ -51,6 +54,7 @@ if not TYPE_CHECKING:
         {
             "suggestions": ["Advice", "advice"],
             "comparison": ["Entry"],
+            "fitting": ["FittedCost", "fit_cost"],
             "page": ["comparison_page", "plan_page"],
             "picture": ["comparison_picture", "plan_picture"],
             "png": ["png_of"],

@@ -50,6 +50,8 @@ class RunLog:
     """Planned cost of every micro-batch: ranks × micro-batches, per step."""
     busy: Sequence[FloatArray]
     """Busy seconds of the same micro-batches."""
+    work: Sequence[FloatArray]
+    """Tokens, squared lengths and segments of the same: ranks × micro-batches × 3."""
 
     @classmethod
     def of(cls, records: Sequence[Mapping[str, Any]]) -> RunLog:
@@ -59,7 +61,8 @@ class RunLog:
             for name, key in _COLUMNS.items()
         }
         tables = [_tables(record) for record in records]
-        return cls(**columns, costs=[cost for cost, _ in tables], busy=[busy for _, busy in tables])
+        costs, busy, work = ([each[at] for each in tables] for at in range(3))
+        return cls(**columns, costs=costs, busy=busy, work=work)
 
     def __len__(self) -> int:
         return len(self.step)
@@ -129,11 +132,14 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else np.nan
 
 
-def _tables(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
-    """Costs and busy seconds as arrays of one shape, empty if either is missing."""
-    found = [
-        np.array(record.get(f"micro_batches/{name}", ()), np.float64) for name in ("cost", "busy")
-    ]
-    if found[0].ndim != 2 or found[0].shape != found[1].shape:
-        return np.zeros((0, 0)), np.zeros((0, 0))
-    return found[0], found[1]
+def _tables(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Costs, busy seconds and work as arrays of as many ranks and micro-batches; empty if busy
+    seconds are missing. Costs that are missing are 0."""
+    cost, busy, work = (
+        np.array(record.get(f"micro_batches/{name}", ()), np.float64)
+        for name in ("cost", "busy", "work")
+    )
+    if busy.ndim != 2:
+        return np.zeros((0, 0)), np.zeros((0, 0)), np.zeros((0, 0, 3))
+    cost = cost if cost.shape == busy.shape else np.zeros_like(busy)
+    return cost, busy, work if work.shape[:2] == busy.shape else np.zeros((0, 0, 3))

@@ -230,11 +230,11 @@ def of_error(error: float, fitted: float | None) -> list[Advice]:
     """Planned costs that are far from the measured times, and what a fitted cost would reach.
 
     >>> of_error(0.25, 0.05)[0].text[:64]
-    'Planned times are off by 25 % (median over micro-batches). Cost.'
+    'Planned times are off by 25 % (median over micro-batches). fit_c'
     """
     if not error >= 0.1:
         return []
     text = f"Planned times are off by {_percent(error)} (median over micro-batches)."
     if fitted is not None and fitted < 0.8 * error:
-        text += f" Cost.fit on this run's times would be off by {_percent(fitted)}."
+        text += f" fit_cost on half of this run is off by {_percent(fitted)} on the other half."
     return [Advice(text)]

@@ -52,6 +52,10 @@ class _Movable:
         """Copy to page-locked memory; `DataLoader(pin_memory=True)` calls this."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory of the tensors until `stream`, which did not make them, has used it."""
+        self._map(lambda tensor: tensor.record_stream(stream) or tensor)
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         def changed(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -258,6 +262,24 @@ class Batch(Slots):
     Where samples share a prefix, `tree` says how: `position_ids` then count on from the segment in
     front, `loss_weights` count the samples that predict the label, extras are those of `unshared`.
     """
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Copy to a device; `non_blocking` needs pinned memory. What attention asks on the host is
+        noted before the copy, so that it need not wait for the device."""
+        moved = _Movable.to(self, device, non_blocking)
+        if self.device.type == "cpu" and moved.device.type != "cpu":
+            here, there = Boundaries.of(self), Boundaries.of(moved)
+            there.kept["one_per_row"], there.kept["full"] = here.one_per_row, self.is_full
+            _on_host[moved.cu_seqlens] = moved.cu_seqlens._version, self.cu_seqlens
+        return moved
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot holds a real token."""
+        kept = Boundaries.of(self).kept
+        if "full" not in kept:
+            kept["full"] = int(self.seqlens.sum()) == self.rows * self.width
+        return bool(kept["full"])
 
     @property
     def unshared(self) -> Batch:
@@ -468,7 +490,9 @@ class Boundaries:
         compiling = torch.compiler.is_compiling()
         bounds = None if compiling else _boundaries.get(batch)
         if bounds is None:
-            real, kept = batch.sample_ids >= 0, {"segment_ids": batch.segment_ids}
+            # A compiled layer would be compiled again for a batch of one tile.
+            real = None if compiling else batch.sample_ids >= 0
+            kept = {"segment_ids": batch.segment_ids}
             bounds = cls(
                 batch.rows, batch.width, batch.cu_seqlens, batch.max_seqlen, real, kept=kept
             )
@@ -508,7 +532,7 @@ class Boundaries:
     def lengths(self) -> list[int]:
         """Slots per tile, on the host. Waits for the device."""
         if "lengths" not in self.kept:
-            self.kept["lengths"] = self.cu_seqlens.diff().tolist()
+            self.kept["lengths"] = on_host(self.cu_seqlens).diff().tolist()
         return cast(list[int], self.kept["lengths"])
 
     @property
@@ -522,6 +546,13 @@ class Boundaries:
 
 
 _boundaries: weakref.WeakKeyDictionary[Batch, Boundaries] = weakref.WeakKeyDictionary()
+_on_host = WeakIdKeyDictionary()
+
+
+def on_host(cu_seqlens: Tensor) -> Tensor:
+    """The same boundaries on the host, without waiting for the device if a `Batch` brought them."""
+    version, ends = _on_host.get(cu_seqlens, (None, None))
+    return ends if ends is not None and version == cu_seqlens._version else cu_seqlens.cpu()
 
 
 # What losses read ------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.core.plan import MicroBatch
-from evenstep.core.ragged import IntArray
 from evenstep.core.step import Step
 from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, InputError
@@ -299,20 +298,24 @@ INDIVISIBLE = {
 }
 
 
-def out_of_memory(ranks: Collective, count: int, state: int) -> tuple[int, int]:
-    """(rank, what it ran out of memory with), the same choice on all ranks by one exchange.
+def out_of_memory(
+    ranks: Collective, count: int, state: int, slots: int = 0
+) -> tuple[int, int, int]:
+    """(rank, what it ran out of memory with, the fewest slots that did), the same choice on all
+    ranks by one exchange.
 
     A rank that cannot divide its micro-batch names itself, others the first such rank. `count` is
     the number of micro-batches, which must be the same on all ranks.
     """
-    states, counts = zip(*gather_values(ranks, [state, count]), strict=True)
+    states, counts, sizes = zip(*gather_values(ranks, [state, count, slots]), strict=True)
     if min(counts) != max(counts):
         raise InputError(_SAME["evenstep/count"].format(min(counts), max(counts)))
     indivisible = [rank for rank, each in enumerate(states) if each > DIVISIBLE]
+    fewest = min((size for size, each in zip(sizes, states, strict=True) if each), default=0)
     if not indivisible:
-        return ranks.rank, int(max(states))
+        return ranks.rank, int(max(states)), fewest
     rank = ranks.rank if ranks.rank in indivisible else indivisible[0]
-    return rank, int(states[rank])
+    return rank, int(states[rank]), fewest
 
 
 # Numbers that are not finite --------------------------------------------------------------------
@@ -333,13 +336,13 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        # Of each micro-batch: samples of its segments, whether gradients of all ranks are mixed in
-        # its backward, and (place, values, mask of real tiles if values are per tile).
-        self._traces: list[tuple[IntArray, bool, list[tuple[int, Tensor, Tensor | None]]]] = []
+        # Of each micro-batch: its segments, whether gradients of all ranks are mixed in its
+        # backward, and (place, values, mask of real tiles if values are per tile).
+        self._traces: list[tuple[Any, bool, list[tuple[int, Tensor, Tensor | None]]]] = []
 
     def before_backward(
         self,
-        sample_ids: IntArray,
+        segments: Any,
         exchanged: bool,
         outputs: Any,
         batch: Any,
@@ -347,7 +350,7 @@ class Suspects:
     ) -> None:
         """Record the losses of a micro-batch, and the gradient of its outputs once it is there."""
         numbers: list[tuple[int, Tensor, Tensor | None]] = []
-        self._traces.append((sample_ids, exchanged, numbers))
+        self._traces.append((segments, exchanged, numbers))
         for loss in losses.values():
             if isinstance(loss, Sums) and loss.by_tile is not None:
                 numbers.append((_LOSS, loss.by_tile.detach(), loss.real))
@@ -396,7 +399,8 @@ class Suspects:
 
     def _first(self) -> list[float]:
         """[position, place, 1 if the rank is unsure, number of samples, their ids]."""
-        for position, (sample_ids, exchanged, numbers) in enumerate(self._traces):
+        for position, (segments, exchanged, numbers) in enumerate(self._traces):
+            sample_ids = segments.arrays.sample
             # Values per tile before a single one, which does not tell the samples.
             for place, values, real in sorted(numbers, key=lambda each: (each[0], -each[1].ndim)):
                 bad = ~values.isfinite()

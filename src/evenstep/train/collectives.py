@@ -111,6 +111,20 @@ def _initialised() -> Any:
     return distributed
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, without waiting for what runs there."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    """The float64 sum of scalars."""
+    if len({value.dtype for value in values}) > 1:
+        values = [value.double() for value in values]
+    return torch.stack([*values]).detach().double().sum(0)
+
+
 _HEADER = 3  # entries per rank
 # At least so many entries: bundles of different names then mostly have equal lengths, which the
 # all-reduce needs for the headers to be compared.
@@ -148,11 +162,8 @@ class Bundle:
         by_name: dict[str, list[Tensor]] = {}
         for bundle in bundles:
             for name, value in bundle.sums.items():
-                by_name.setdefault(name, []).append(value.detach())
-        sums = {
-            name: torch.stack([value.double() for value in values]).sum(0)
-            for name, values in by_name.items()
-        }
+                by_name.setdefault(name, []).append(value)
+        sums = {name: _sum(values) for name, values in by_name.items()}
         return cls(sums, merge(bundle.metrics for bundle in bundles))
 
     def _entries(self) -> Iterator[tuple[str, str, list[Tensor]]]:
@@ -169,24 +180,22 @@ class Bundle:
         values = collective.all_reduce_sum(self.pack(rank, size)).detach().cpu()
         if size > 1:
             self._check(values, rank, size)
-        at, metrics = _HEADER * size + len(self.sums), {}
-        sums = dict(zip(sorted(self.sums), values[_HEADER * size : at], strict=True))
+        entries, metrics = iter(values[_HEADER * size :].unbind()), {}
+        sums = {name: next(entries) for name in sorted(self.sums)}
         for name, metric in sorted(self.metrics.items()):
             if metric.reduction in ("min", "max"):
-                of_ranks = values[at : at + size]
-                extreme = of_ranks.amin() if metric.reduction == "min" else of_ranks.amax()
-                metrics[name] = Metric(metric.reduction, extreme)
-                at += size
+                extreme = torch.amin if metric.reduction == "min" else torch.amax
+                of_ranks = torch.stack([next(entries) for _ in range(size)])
+                metrics[name] = Metric(metric.reduction, extreme(of_ranks))
             else:
                 width = 1 if metric.count is None else 2
-                metrics[name] = Metric(metric.reduction, *values[at : at + width])
-                at += width
+                numbers = [next(entries) for _ in range(width)]
+                metrics[name] = Metric(metric.reduction, *numbers)
         return Bundle(sums, metrics)
 
     def pack(self, rank: int, size: int) -> Tensor:
         """The float64 tensor that rank `rank` of `size` contributes to the sum."""
-        values: list[Tensor] = []
-        indices: list[int] = []
+        entries: dict[int, Tensor] = {}
         at = _HEADER * size
         for name, reduction, numbers in self._entries():
             by_rank = reduction in ("min", "max")
@@ -197,18 +206,23 @@ class Bundle:
                         f"{name!r} has shape {tuple(number.shape)}; expected a scalar. Sum it, or "
                         f"use one name per entry."
                     )
-                values.append(number.detach().double().reshape(()))
-            indices += range(first, first + len(numbers))
+            entries |= zip(range(first, first + len(numbers)), numbers, strict=True)
             at += size if by_rank else len(numbers)
-        length = max(_LEAST, 1 << (at - 1).bit_length())  # 64, 128, ...
-        packed = torch.zeros(length, dtype=torch.float64)
+        values = [0.0] * max(_LEAST, 1 << (at - 1).bit_length())  # 64, 128, ...
         if size > 1:
-            packed[_HEADER * rank : _HEADER * (rank + 1)] = torch.tensor(self._header()).double()
-        if not values:
-            return packed
-        device = next((v.device for v in values if v.device.type != "cpu"), packed.device)
-        stacked = torch.stack([value.to(device) for value in values])
-        return packed.to(device).index_copy_(0, torch.tensor(indices, device=device), stacked)
+            values[_HEADER * rank : _HEADER * (rank + 1)] = self._header()
+        there: dict[torch.device, list[int]] = {}  # the entries of each device but the host
+        for index, number in entries.items():
+            if number.device.type == "cpu":
+                values[index] = number.item()
+            else:
+                there.setdefault(number.device, []).append(index)
+        packed = torch.tensor(values, dtype=torch.float64)
+        for device, indices in there.items():  # copies that do not wait for the device
+            numbers = [entries[index].detach().double().reshape(()) for index in indices]
+            packed = to_device(packed, device)
+            packed.index_copy_(0, to_device(torch.tensor(indices), device), torch.stack(numbers))
+        return packed
 
     def _header(self) -> list[int]:
         """A 48-bit digest of all names, exact in float64, and the numbers of sums and metrics."""

@@ -157,6 +157,19 @@ class GroupMean(_OfLossTokens):
         return torch.zeros_like(tokens).index_add_(0, number, tokens)[number].clamp_(min=1)
 
 
+def with_group_tokens(batch: Batch) -> Batch:
+    """The batch with the extra `group_tokens`, so that `GroupMean` need not count it, which would
+    wait for the device."""
+    if batch.tree is not None:
+        samples = with_group_tokens(batch.tree.samples)
+        return replace(batch, tree=replace(batch.tree, samples=samples))
+    if "group_tokens" in batch.aligned:
+        return batch
+    tokens = GroupMean()._tokens(batch)[batch.sample_ids >= 0]
+    extras = {**batch.extras, "group_tokens": tokens}
+    return replace(batch, extras=extras, aligned={**batch.aligned, "group_tokens": "sequence"})
+
+
 @dataclass(frozen=True, slots=True)
 class Constant(_OfLossTokens):
     """The sum over loss tokens, divided by a constant.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, TypeAlias
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.losses import Sums
 from evenstep.train.collectives import Bundle, Collective, gather_values
+from evenstep.train.compiling import Compilations
 from evenstep.train.step_loss import LossValues, StepLoss
 
 Keep: TypeAlias = Literal["samples", "tokens"]
@@ -61,52 +63,85 @@ SQUARE = "evenstep/gradient_square"
 GROUPS_MOST = "evenstep/groups_most"  # of a rank, counted by GroupMean
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HostSegments:
-    """Where the segments of a micro-batch lie, as arrays on the host; tails are left out."""
+class SegmentArrays(NamedTuple):
+    """Where the segments of a micro-batch lie, on the host; tails are left out."""
 
     sample: IntArray
     start: IntArray  # in its sample
     length: IntArray
     first: IntArray  # slot
     continues: IntArray  # 1 if the last slot predicts the first token of the next segment
-    counts: dict[str, float]  # of the micro-batch, by the name of their metrics
 
-    @classmethod
-    def of(cls, batch: Batch, cost: Cost | None = None) -> HostSegments:
-        """The segments of a batch; their FLOPs if `cost` gives them.
 
-        Where samples share a prefix: the samples, but the tokens, slots and FLOPs that run.
-        """
-        if (tree := batch.tree) is not None:
-            segments = cls.of(tree.samples)
-            segments.counts[TOKENS] = int(batch.seqlens.sum())
-            segments.counts[SLOTS] = batch.width
-            if cost is not None:
-                behind = torch.diff(tree.cu_seqlens_k) - torch.diff(batch.cu_seqlens)
-                real = batch.sample_ids >= 0
-                lengths, behind = (x[real].cpu().numpy() for x in (batch.seqlens, behind))
-                segments.counts[FLOPS] = float(cost.of_lengths(lengths, behind).sum())
-            return segments
-        tiles = (batch.sample_ids, batch.starts, batch.seqlens, batch.cu_seqlens[:-1])
-        sample, start, length, first = (tensor.cpu().numpy() for tensor in tiles)
-        continues = np.zeros(len(sample), np.int64)
-        if batch.continuation is not None:
-            continues[:] = (batch.continuation.counts > 0).cpu().numpy()
+class BatchSegments:
+    """The segments of a micro-batch that runs. Holds tensors of tiles, which are small, and reads
+    them when they are asked for: those of a batch on a device only at the end of the step."""
+
+    def __init__(self, batch: Batch) -> None:
+        samples, tree = batch.unshared, batch.tree
+        self.tiles = (samples.sample_ids, samples.starts, samples.seqlens, samples.cu_seqlens)
+        self.continuation, self.rows, self.width = samples.continuation, batch.rows, batch.width
+        # Where samples share a prefix, what runs: (samples of tiles, lengths, tokens in front).
+        self.shared = None
+        if tree is not None:
+            behind = tree.cu_seqlens_k.diff() - batch.cu_seqlens.diff()
+            self.shared = batch.sample_ids, batch.seqlens, behind
+        labels = samples.labels  # large, so not kept
+        self.labels: Any = (
+            int(np.count_nonzero(labels.numpy() != IGNORE_INDEX))
+            if labels.device.type == "cpu"
+            else (labels != IGNORE_INDEX).sum()
+        )
+
+    @cached_property
+    def arrays(self) -> SegmentArrays:
+        """Read from the tensors. Waits for the device."""
+        sample, start, length, ends = (tensor.cpu().numpy() for tensor in self.tiles)
+        more = np.zeros(len(sample), np.int64)
+        if self.continuation is not None:
+            more[:] = (self.continuation.counts > 0).cpu().numpy()
         real = sample >= 0
-        if not real.all():
-            arrays = (sample, start, length, first, continues)
-            sample, start, length, first, continues = (array[real] for array in arrays)
-        tokens = int(length.sum())
-        counts: dict[str, float] = {
-            TOKENS: tokens,
-            SLOTS: batch.rows * batch.width,
-            LABELS: int(np.count_nonzero(batch.labels.cpu().numpy() != IGNORE_INDEX)),
-            PREDICTED: tokens - int(np.count_nonzero(start == 0)),
-        }
-        if cost is not None:
-            counts[FLOPS] = float(cost.of_lengths(length).sum())
-        return cls(sample, start, length, first, continues, counts)
+        return SegmentArrays(*(each[real] for each in (sample, start, length, ends[:-1], more)))
+
+    @property
+    def work(self) -> tuple[float, float, float]:
+        """(tokens, squared lengths, segments) that run. Padded rows run at their full width."""
+        length, behind = self.arrays.length.astype(np.float64), 0.0
+        if self.shared is not None:
+            sample, run, in_front = (tensor.cpu().numpy() for tensor in self.shared)
+            length, behind = run[sample >= 0].astype(np.float64), in_front[sample >= 0]
+        elif self.rows > 1 and 0 < len(length) <= self.rows:
+            length = np.full(self.rows, float(self.width))
+        return float(length.sum()), float((length * (length + 2 * behind)).sum()), len(length)
+
+
+def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[str, float]:
+    """What micro-batches hold together, by the names of metrics; FLOPs if `cost` gives them.
+
+    Where samples share a prefix: the samples, but the tokens, slots and FLOPs that run.
+    """
+    sample, start, length = _joined(each.tiles[:3] for each in ran)
+    predicted = int(length.sum()) - int(np.count_nonzero((start == 0) & (sample >= 0)))
+    behind = np.zeros_like(length)
+    if any(each.shared is not None for each in ran):
+        sample, length, behind = _joined(
+            each.shared or (each.tiles[0], each.tiles[2], torch.zeros_like(each.tiles[2]))
+            for each in ran
+        )
+    counts: dict[str, float] = {
+        TOKENS: int(length.sum()),
+        SLOTS: sum(each.rows * each.width for each in ran),
+        LABELS: int(sum(each.labels for each in ran)),
+        PREDICTED: predicted,
+    }
+    if cost is None:
+        return counts
+    real = sample >= 0
+    return counts | {FLOPS: float(cost.of_lengths(length[real], behind[real]).sum())}
+
+
+def _joined(tiles: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Iterator[IntArray]:
+    return (torch.cat(column).cpu().numpy() for column in zip(*tiles, strict=True))
 
 
 class Keeper:
@@ -114,11 +149,11 @@ class Keeper:
 
     def __init__(self, keep: Keep) -> None:
         self.keep = keep
-        self._segments: list[HostSegments] = []
-        self._by_sequence: dict[str, list[Tensor]] = {}
+        self._segments: list[BatchSegments] = []
+        self._by_tile: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
         self._by_slot: dict[str, list[Tensor]] = {}
 
-    def add(self, segments: HostSegments, losses: Mapping[str, Sums | Tensor]) -> None:
+    def add(self, segments: BatchSegments, losses: Mapping[str, Sums | Tensor]) -> None:
         """The values of one micro-batch, by loss."""
         self._segments.append(segments)
         for name, sums in losses.items():
@@ -128,7 +163,7 @@ class Keeper:
                     f"returned {'sums of a shard' if isinstance(sums, Sums) else 'a scalar'}. "
                     f"Return Sums of whole sequences (`PerSequence`), or set keep=None."
                 )
-            self._by_sequence.setdefault(name, []).append(sums.by_sequence.detach())
+            self._by_tile.setdefault(name, []).append((sums.by_tile.detach(), sums.real))
             if self.keep == "samples":
                 continue
             if sums.by_slot is None:
@@ -140,16 +175,16 @@ class Keeper:
 
     def kept(self) -> Kept:
         """All values in the order of samples."""
-        sample, start, length, more = (
-            np.concatenate([getattr(segments, name) for segments in self._segments])
-            for name in ("sample", "start", "length", "continues")
-        )
+        columns = zip(*(segments.arrays for segments in self._segments), strict=True)
+        sample, start, length, _, more = map(np.concatenate, columns)
         ids, row = np.unique(sample, return_inverse=True)
         samples = {
             name: torch.zeros(len(ids), dtype=torch.float64).index_add_(
-                0, torch.from_numpy(row), torch.cat(values).double().cpu()
+                0,
+                torch.from_numpy(row),
+                torch.cat([v if real is None else v[real] for v, real in values]).double().cpu(),
             )
-            for name, values in self._by_sequence.items()
+            for name, values in self._by_tile.items()
         }
         ends = np.zeros(len(ids), np.int64)
         np.maximum.at(ends, row, start + length + more)
@@ -159,7 +194,9 @@ class Keeper:
         tokens = {}
         for name, values in self._by_slot.items():
             before = offsets_of(np.array([len(each) for each in values], np.int64))
-            first = [each.first + at for each, at in zip(self._segments, before, strict=False)]
+            first = [
+                each.arrays.first + at for each, at in zip(self._segments, before, strict=False)
+            ]
             source = torch.from_numpy(ranges_of(np.concatenate(first), count))
             by_slot = torch.cat(values).cpu()
             by_token = by_slot.new_zeros(int(ends.sum()))
@@ -220,13 +257,13 @@ class ComputeTime(Stopwatch):
         self._marks: list[Any] = []  # the begin and end of each block, in turn
 
     def __enter__(self) -> Self:
-        super().__enter__()
+        self._began = time.perf_counter()
         self._marks.append(self._mark())
         return self
 
     def __exit__(self, *_: object) -> None:
         self._marks.append(self._mark())
-        super().__exit__()
+        self.seconds += time.perf_counter() - self._began
 
     def busy(self) -> list[float]:
         """Busy seconds of each block. On a GPU, which runs behind, they are all its seconds."""
@@ -274,6 +311,10 @@ class StepResult:
     peak_flops: float | None = None
     skipped: bool = False
     """Whether the step was not finite and its gradient was discarded (`on_nonfinite="skip"`)."""
+    ran: tuple[BatchSegments, ...] = field(default=(), repr=False)
+    """The segments of each micro-batch of this rank."""
+    compiled: Compilations = field(default_factory=Compilations)
+    """What torch.compile did in this step; see `compile_layers`."""
     kept: Kept | None = field(default=None, repr=False)
     """Loss values of this rank's samples, with `Runner(keep=...)`."""
     bundle: Bundle = field(repr=False)
@@ -292,9 +333,15 @@ class StepResult:
             "" if planned is None else f"imbalance {planned:.3f} planned",
             attempt(lambda: f"imbalance {self.measured_imbalance:.3f} measured"),
             "skipped" if self.skipped else "",
+            f"{counted(graphs, 'graph')} compiled" if (graphs := self.compiled.graphs) else "",
             f"{self.timings.total:.3g} s",
         )
         return line("StepResult", parts)
+
+    @property
+    def work(self) -> list[tuple[float, float, float]]:
+        """Tokens, squared lengths and segments of each micro-batch of this rank, for `fit_cost`."""
+        return [each.work for each in self.ran]
 
     @property
     def reduced(self) -> bool:
@@ -417,15 +464,19 @@ class StepResult:
             "imbalance/measured": self.measured_imbalance,
             "mfu": self.mfu,
             "age": sum(self.ages) / len(self.ages) if self.ages else None,
+            "graphs_compiled": self.compiled.graphs or None,
             **{f"seconds/{name}": getattr(self.timings, name) for name in Timings.__slots__},
         }
         return {name: value for name, value in numbers.items() if value is not None}
 
 
 def gathered(result: StepResult, collective: Collective) -> dict[str, object]:
-    """What a log keeps of a step: planned cost and busy seconds of every micro-batch, as lists of
-    ranks × micro-batches. Every rank calls it; all have equally many micro-batches."""
-    mine = [result.costs or [0.0] * len(result.busy), result.busy]
+    """What a log keeps of a step: planned cost, busy seconds and work of every micro-batch, as
+    lists of ranks × micro-batches. Every rank calls it; all have equally many micro-batches."""
+    mine = [result.costs or [0.0] * len(result.busy), result.busy, *zip(*result.work, strict=True)]
     of_ranks = gather_values(collective, torch.tensor(mine, dtype=torch.float64))
-    costs, busy = zip(*of_ranks, strict=True)
-    return {"micro_batches/cost": [*costs], "micro_batches/busy": [*busy]}
+    costs, busy, *sums = zip(*of_ranks, strict=True)
+    work = [[*zip(*of_rank, strict=True)] for of_rank in zip(*sums, strict=True)]
+    return {
+        "micro_batches/cost": [*costs], "micro_batches/busy": [*busy], "micro_batches/work": work
+    }  # fmt: skip

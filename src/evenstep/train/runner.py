@@ -5,10 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import starmap
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from evenstep.core.cost import Cost
 from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import IntArray
+from evenstep.core.recipe import SyncEvery
 from evenstep.core.step import Step
 from evenstep.core.text import one_of, short_repr, whole_number
 from evenstep.data.feed import FedMicroBatch, Feed
@@ -28,7 +29,8 @@ from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import Metric, PerSequence, Sums
 from evenstep.train import checks, result
-from evenstep.train.collectives import Alone, Bundle, Collective
+from evenstep.train.collectives import Alone, Bundle, Collective, gather_values
+from evenstep.train.compiling import Compilations
 from evenstep.train.framework import Forward, Framework, device_of, forward_of
 from evenstep.train.gradients import Gradients, set_aside, square_share, sum_gradients
 from evenstep.train.model_head import Answer, Heads, ModelHead
@@ -39,8 +41,17 @@ from evenstep.train.normalization import (
     TokenMean,
     split_divisor,
     weighted,
+    with_group_tokens,
 )
-from evenstep.train.result import ComputeTime, HostSegments, Keep, Keeper, StepResult, Stopwatch
+from evenstep.train.result import (
+    BatchSegments,
+    ComputeTime,
+    Keep,
+    Keeper,
+    StepResult,
+    Stopwatch,
+    counts_of,
+)
 from evenstep.train.sharing import check_sharing
 from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
 
@@ -108,9 +119,14 @@ class Runner:
     prefetch      number of micro-batches prepared ahead; prefetch + 1 are alive. If the device has
                   no memory for the next one yet, it is copied when it runs
     cost          model FLOPs of a segment (`Cost.of_model`), for MFU with `peak_flops` per second
+    reduce_every  `micro_batch`, for fully_shard: scatter gradients in every backward, so that they
+                  are never held whole. Saves up to 4 bytes per weight in steps of several
+                  micro-batches, and sends as many once more per micro-batch. `step`: sum them over
+                  micro-batches first. The gradient is the same
     on_memory     `split`: if a micro-batch runs out of memory, divide it in two on all ranks and
                   run the step again; groups stay whole if the plan keeps them in one micro-batch.
-                  Needs a small all-reduce per micro-batch
+                  Later micro-batches of as many slots are divided before they run. Needs a small
+                  all-reduce per micro-batch
     on_nonfinite  what to do if the loss or gradient of a step is inf or NaN, on all ranks alike.
                   `raise`: an error that names the micro-batch and the samples. `skip`: discard
                   the gradient of the step; `StepResult.skipped` is True. None leaves the gradient
@@ -136,6 +152,7 @@ class Runner:
     prefetch: int = 1
     cost: Cost | None = None
     peak_flops: float | None = None
+    reduce_every: SyncEvery = "step"
     on_memory: OnMemory = "raise"
     on_nonfinite: OnNonfinite | None = None
     scaler: Any = None
@@ -143,6 +160,8 @@ class Runner:
     check_prefixes: bool = True
     _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The fingerprint of the first step, once ranks have compared it."""
+    _ran_out: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The fewest slots that ran out of memory, once any have; equal on all ranks."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.model, "parameters") or isinstance(self.model, type):
@@ -160,6 +179,7 @@ class Runner:
             checks.check_loss(name, each.function, each.normalization)
         whole_number("prefetch", self.prefetch, least=0)
         one_of("on_memory", self.on_memory, OnMemory)
+        one_of("reduce_every", self.reduce_every, SyncEvery)
         for name, words in (("mode", Mode), ("on_nonfinite", OnNonfinite), ("keep", Keep)):
             if getattr(self, name) is not None:
                 one_of(name, getattr(self, name), words)
@@ -173,6 +193,11 @@ class Runner:
             raise ConfigError(
                 "on_memory='split' changes the number of micro-batches, on which the loss of "
                 "mode='per_micro_batch' depends. Use mode='deferred'."
+            )
+        if self.reduce_every == "micro_batch" and not Framework.of(self.model).locks_step:
+            raise ConfigError(
+                "reduce_every='micro_batch' scatters gradients of fully_shard, but the model is "
+                "not wrapped by it. Leave it out."
             )
         if self.on_memory == "split" and Framework.of(self.model).locks_step:
             raise ConfigError(
@@ -219,13 +244,30 @@ class Runner:
                 self.model, self.forward, self.collate, device, step, step.plan, self.collective
             )
         while True:
+            step = self._divided(step) if self._ran_out else step
             items = step if step.batches is None else step.batches
             try:
                 return StepRun(self, items, len(step), step=step, budget=budget).run()
             except TooLargeError as error:
-                micros, (position,) = list(step.micro_batches), error.args
-                micros[position : position + 1] = micros[position].halves()
-                step = replace(step, micro_batches=tuple(micros))
+                self._ran_out[:] = [min([*error.args, *self._ran_out])]
+
+    def _divided(self, step: Step) -> Step:
+        """The step without micro-batches that would run out of memory on any rank, as others of as
+        many slots have."""
+        micros = list(step.micro_batches)
+        checks.out_of_memory(self.collective, len(micros), checks.FITS)  # equally many
+        while True:
+            mine = [
+                each.slots * (each.slots >= self._ran_out[0] and _parts(each) > 1)
+                for each in micros
+            ]
+            too_large = [
+                max(slots) for slots in zip(*gather_values(self.collective, mine), strict=True)
+            ]
+            if not any(too_large):
+                return replace(step, micro_batches=tuple(micros))
+            pairs = zip(micros, too_large, strict=True)
+            micros = [half for each, over in pairs for half in (each.halves() if over else (each,))]
 
     def run_fed(
         self, feed: Iterable[FedMicroBatch], number: int = 0, *, lock_step: bool | None = None
@@ -324,11 +366,14 @@ class Prefetch(Generic[T]):
 
     def _threaded(self) -> Generator[T, None, None]:
         entries: queue.SimpleQueue[tuple[T, ...] | BaseException] = queue.SimpleQueue()
-        room, stop = threading.Semaphore(self._ahead), threading.Event()
+        room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        stop = threading.Event()
+        for _ in range(self._ahead):
+            room.put(None)
 
         def prepare() -> None:
             try:
-                for item in self._timed(lambda: room.acquire() and not stop.is_set()):
+                for item in self._timed(lambda: room.get() is None and not stop.is_set()):
                     entries.put((item,))
                     del item
                 entries.put(())
@@ -349,14 +394,14 @@ class Prefetch(Generic[T]):
                     raise entry
                 if not entry:
                     return
-                room.release()  # the item in use does not count as prepared
+                room.put(None)  # the item in use does not count as prepared
                 (item,) = entry
                 del entry
                 yield item
                 del item
         finally:
             stop.set()
-            room.release()
+            room.put(None)
             self._abandon()
             # A thread blocked in its source for longer ends with the next item.
             thread.join(_JOIN_TIMEOUT)
@@ -383,21 +428,33 @@ class Prefetch(Generic[T]):
 
 # One run of a step ------------------------------------------------------------------------------
 
+
+@cache
+def copy_stream(device: torch.device) -> Any:
+    """The stream of a GPU on which batches are copied, so that copies wait for no forward."""
+    return torch.cuda.Stream(device)
+
+
+def _do_nothing() -> None:
+    """A batch that need not be copied has arrived."""
+
+
 _TO_PREDICT = (result.LABELS, result.PREDICTED)  # what tells whether a step has a loss
 
 
 class TooLargeError(Exception):
-    """The micro-batch at this position ran out of memory and can be divided; on every rank."""
+    """A micro-batch of so many slots ran out of memory and can be divided; on every rank."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Prepared:
-    """A collated micro-batch, with host-side copies of what results and errors report."""
+    """A collated micro-batch, and what results and errors report of it."""
 
     batch: Batch
-    on_device: bool
-    """False if the device had no memory for it yet; it is then moved when it runs."""
-    segments: HostSegments
+    arrives: Callable[[], None] | None
+    """Called when it runs: lets the model wait for its copy. None if the device had no memory for
+    it yet; it is then copied when it runs."""
+    segments: BatchSegments
     micro: MicroBatch | None
     groups: Collection[int]
     """Those that GroupMean counts in this batch, unless the plan keeps them in it."""
@@ -434,7 +491,6 @@ class StepRun:
         self.number, self.lock_step = number if step is None else step.number, lock_step
         self.totals: Mapping[str, float] = {} if step is None else step.totals
         self.ranks, self.losses = runner.collective, runner.losses
-        self.shard: Callable[[Batch], Any] = runner.shard or (lambda batch: batch)
         assert runner.forward is not None
         functions = [loss.function for loss in self.losses.values()]
         self.heads = Heads.of_losses(runner.model, runner.forward, functions)
@@ -447,9 +503,12 @@ class StepRun:
         # Ids are noted before they are moved to another device, where they may be lost.
         self.token_ids = None if on_host else checks.TokenIds(runner.model)
         cuda = self.device is not None and self.device.type == "cuda"
-        self.stream = torch.cuda.current_stream(self.device) if cuda else None
+        self.copies = copy_stream(self.device) if cuda else None
         self.compute, self.communicate = ComputeTime(cuda), Stopwatch()
         self.step_loss, self.sums = self._make_step_loss(budget)
+        # Whether every backward exchanges gradients: sharded accumulators of several denominators
+        # hold exchanged ones only.
+        self.each = self.step_loss.separate or runner.reduce_every == "micro_batch"
         self.scales: Mapping[str, float] | None = None  # of every micro-batch, if they are equal
         self.scale: Tensor | None = None  # of the GradScaler in this step
         self.suspects = checks.Suspects() if runner.on_nonfinite else None
@@ -460,9 +519,11 @@ class StepRun:
         self.position = 0  # of the micro-batch that runs
         self.fed: MicroBatch | None = None  # being prepared
         self.example: Any = None  # one of this rank's samples, for errors
+        self.compiled = Compilations.so_far()
         self.ages: list[float] = []
         self.busy: list[float] = []  # seconds of each micro-batch
-        self.counts: defaultdict[str, float] = defaultdict(float)  # by the name of their metrics
+        self.ran: list[BatchSegments] = []
+        self.counts: Mapping[str, float] = {}  # of all that ran, by the name of their metrics
         self.sharers = 1  # context-parallel ranks that share a micro-batch
         self.bundles: list[Bundle] = []
 
@@ -507,7 +568,7 @@ class StepRun:
                 self.scales = self.step_loss.scales()
             counting = time.perf_counter() - began
             abandon = self.items.abandon if isinstance(self.items, Feed) else lambda: None
-            ahead = 0 if self.count == 1 else self.runner.prefetch  # nothing to overlap with
+            ahead = 0 if self._nothing_to_prepare() else self.runner.prefetch
             ready_batches = starmap(self._prepare, collated)  # keeps none of them
             prepared = Prefetch(ready_batches, ahead, abandon, self._place)
             first = 0.0  # seconds to the first forward
@@ -516,11 +577,11 @@ class StepRun:
                     first = first or time.perf_counter() - began
                     self._run_micro_batch(ready, last=self.position + 1 == self.count)
                     del ready  # before requesting the next one: prefetch + 1 are alive
-            exchanged = self.sums or self.step_loss.separate
-            if self.position == 0 or (self.count is None and not exchanged):
+            if self.position == 0 or (self.count is None and not (self.sums or self.each)):
                 # The last micro-batch was not known in advance: an empty one exchanges gradients.
                 self._run_micro_batch(self._prepare(self._empty()), last=True)
             self.busy = self.compute.busy()
+            self.counts = counts_of(self.ran, self.runner.cost)
             bundle, numbers = self._finish()
             timings = result.Timings(
                 wait=counting + prepared.waited,
@@ -569,29 +630,48 @@ class StepRun:
     ) -> Prepared:
         """Check a batch, count what it holds and move it to the device, if that has memory."""
         checks.check_tree(batch, self.runner.preprocess)
-        groups = set() if self.groups is None else self.groups.check(batch.unshared, micro)
+        groups: Collection[int] = ()
+        if self.groups is not None:
+            groups = self.groups.check(batch.unshared, micro)
+            if self.runner.preprocess is None:
+                batch = with_group_tokens(batch)
         if self.step_loss.mode == "known" and self.step is not None and self.step.loss_tokens:
             checks.check_labels(batch.unshared, self.step.loss_tokens)
         if self.token_ids is not None:
             self.token_ids.note(batch)
-        segments = HostSegments.of(batch, self.runner.cost)
-        on_device = False
+        segments, arrives = BatchSegments(batch), None
         # If the micro-batch that runs now holds the memory, this one is moved when it is its turn.
         with suppress(torch.OutOfMemoryError):
-            batch, on_device = self._move(batch), True
-        return Prepared(batch, on_device, segments, micro, groups, born)
+            batch, arrives = self._move(batch)
+        return Prepared(batch, arrives, segments, micro, groups, born)
 
-    def _move(self, batch: Batch) -> Batch:
-        if self.device is None:
-            return batch
-        if self.runner.device is None and self.device.type == batch.device.type == "cpu":
-            return batch  # where the model is
-        if self.stream is None:
-            return batch.to(self.device)
-        # Use the model's stream; this thread has another current stream.
-        with torch.cuda.stream(self.stream):
-            batch = batch.pin_memory() if batch.device.type == "cpu" else batch
-            return batch.to(self.device, non_blocking=True)
+    def _move(self, batch: Batch) -> tuple[Batch, Callable[[], None]]:
+        """The batch on the device, copied beside what runs there, and `Prepared.arrives`."""
+        if self.device is None or (self.runner.device is None and self.device == batch.device):
+            return batch, _do_nothing  # where the model is
+        if self.copies is None:
+            return batch.to(self.device), _do_nothing
+        with torch.cuda.stream(self.copies):
+            pinned = batch.pin_memory() if batch.device.type == "cpu" else batch
+            moved = pinned.to(self.device, non_blocking=True)
+            copied = self.copies.record_event()
+
+        def arrives() -> None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(copied)
+            moved.record_stream(stream)
+
+        return moved, arrives
+
+    def _nothing_to_prepare(self) -> bool:
+        """Whether a thread would have nothing to do beside the model: the only micro-batch, or
+        batches that are collated and on the model's device."""
+        if self.count == 1:
+            return True
+        batches = self.items if isinstance(self.items, list | tuple) else ()
+        return bool(batches) and all(
+            isinstance(each, Batch) and self.device in (None, each.device) for each in batches
+        )
 
     def _empty(self) -> Batch:
         """An empty micro-batch, for a rank without work."""
@@ -615,14 +695,14 @@ class StepRun:
     def _count(self, batches: list[Batch]) -> None:
         """Counted mode: sum over ranks what each micro-batch adds to denominators."""
         batches = batches or [self._empty()]  # which a rank without micro-batches runs
-        first = getattr(self.shard(batches[0]), "rank", 0) == 0
+        shard = self.runner.shard
+        first = shard is None or getattr(shard(batches[0]), "rank", 0) == 0
         bundles = []
         for batch in batches:
             amounts = self.step_loss.amounts(batch, first).items()
-            sums = {f"amount/{name}": amount for name, amount in amounts}
-            counts = HostSegments.of(batch).counts
-            sums |= {name: torch.tensor(counts[name]) for name in _TO_PREDICT}
-            bundles.append(Bundle(sums))
+            bundles.append(Bundle({f"amount/{name}": amount for name, amount in amounts}))
+        counts = counts_of([BatchSegments(batch) for batch in batches])
+        bundles.append(Bundle({name: torch.tensor(counts[name]) for name in _TO_PREDICT}))
         with self.communicate:
             reduced = Bundle.merge(bundles).reduce(self.ranks)
         self.step_loss = self.step_loss.counted(reduced)
@@ -631,20 +711,28 @@ class StepRun:
     # Forward, loss and backward of one micro-batch -----------------------------------------------
 
     def _run_micro_batch(self, ready: Prepared, last: bool) -> None:
-        now, failure = time.time(), None
-        self.ages += [now - born for born in ready.born]
-        # Sharded accumulators of several denominators hold exchanged gradients only.
-        exchange = (last or self.step_loss.separate) and not self.sums
+        failure = None
+        if ready.born:
+            now = time.time()
+            self.ages += [now - born for born in ready.born]
+        exchange = (last or self.each) and not self.sums
         try:
-            batch = ready.batch if ready.on_device else self._move(ready.batch)
+            if ready.arrives is None:
+                ready.batch, ready.arrives = self._move(ready.batch)
+            ready.arrives()
+            batch = ready.batch
             if self.runner.preprocess is not None:
                 began = time.perf_counter()
                 torch.clear_autocast_cache()  # casts of weights before the last update
                 with torch.no_grad():
                     batch = self.runner.preprocess(batch)
                 self.compute.seconds += time.perf_counter() - began
-            shard = self.shard(batch)
-            first = getattr(shard, "rank", 0) == 0  # of the ranks that share the batch
+            shard: Batch | BatchShard = batch
+            first = True
+            if self.runner.shard is not None:
+                shard = self.runner.shard(batch)
+                self.sharers = getattr(shard, "size", 1)
+                first = getattr(shard, "rank", 0) == 0  # of the ranks that share the batch
             amounts = self.step_loss.amounts(batch, first)
             if first and self.groups is not None:
                 self.groups.ran.update(ready.groups)
@@ -662,9 +750,7 @@ class StepRun:
             raise explained from error
         if failure is not None or self.runner.on_memory == "split":
             self._check_memory(failure, ready)
-        self.sharers = getattr(shard, "size", 1)
-        for name, count in ready.segments.counts.items():
-            self.counts[name] += count
+        self.ran.append(ready.segments)
         self.position += 1
 
     def _forward_and_backward(
@@ -675,11 +761,12 @@ class StepRun:
         amounts: dict[str, Tensor],
         exchange: bool,
     ) -> None:
-        assert self.runner.forward is not None
-        weighted_batches = {
-            name: self.shard(weighted(batch, loss.normalization))
-            for name, loss in self.losses.items()
-        }
+        runner = self.runner
+        assert runner.forward is not None
+        batches: dict[str, Any] = {}  # of this rank, with the weights of each loss
+        for name, loss in self.losses.items():
+            whole = weighted(batch, loss.normalization)
+            batches[name] = whole if runner.shard is None else runner.shard(whole)
         # An autocast around the step keeps the casts of weights. Their part of the graph would be
         # older than this micro-batch, so that fully_shard reduces gradients before they have
         # arrived, and their values those of before the last update.
@@ -687,42 +774,41 @@ class StepRun:
         in_head: dict[str, Any] = {}
         head = self.heads.at(shard)
         if head is None:
-            outputs = self.runner.forward(self.runner.model, shard)
+            outputs = runner.forward(runner.model, shard)
         else:
-            outputs, in_head = self._run_in_head(head, shard, weighted_batches)
+            outputs, in_head = self._run_in_head(head, shard, batches)
 
         losses: dict[str, Sums | Tensor] = {}  # as the functions return them, without divisors
+        sums: dict[str, Tensor] = {}
+        metrics: dict[str, Metric] = {}
         for name, loss in self.losses.items():
             value = in_head.get(name)
             if value is None:
-                inputs = checks.loss_inputs(loss.function, outputs, weighted_batches[name])
+                inputs = checks.loss_inputs(loss.function, outputs, batches[name])
                 value = loss.function(*inputs)
             if isinstance(value, tuple) or isinstance(loss.normalization, ByLoss):
                 value, divisor = split_divisor(name, loss.normalization, value)
                 amounts[loss.normalization.name] = divisor.detach().double()
-            losses[name] = value
+            losses[name] = sums[name] = value
+            if isinstance(value, Sums):
+                sums[name] = value.loss
+                prefix = f"{name}/" if len(self.losses) > 1 else ""
+                metrics |= {f"{prefix}{key}": each for key, each in value.metrics.items()}
         if self.keeper is not None:
             self.keeper.add(ready.segments, losses)
         if self.suspects is not None:
-            ids = ready.segments.sample
-            self.suspects.before_backward(ids, exchange, outputs, shard, losses)
+            self.suspects.before_backward(ready.segments, exchange, outputs, shard, losses)
 
-        sums = {n: loss.loss if isinstance(loss, Sums) else loss for n, loss in losses.items()}
         scales = self._exchange_scales(amounts) if self.scales is None else self.scales
         objectives = self.step_loss.objectives(sums, scales)
-        if not all(objective.requires_grad for objective in objectives.values()):
-            raise checks.not_trainable(self.parameters)
-        if self.runner.scaler is not None:
+        for objective in objectives.values():
+            if not objective.requires_grad:
+                raise checks.not_trainable(self.parameters)
+        if runner.scaler is not None:
             one = next(iter(objectives.values())).detach().new_ones(())
-            self.scale = self.runner.scaler.scale(one)
-            objectives = {name: self.runner.scaler.scale(o) for name, o in objectives.items()}
+            self.scale = runner.scaler.scale(one)
+            objectives = {name: runner.scaler.scale(o) for name, o in objectives.items()}
         self.gradients.backward(objectives)
-        metrics = {
-            f"{name}/{key}" if len(losses) > 1 else key: metric
-            for name, loss in losses.items()
-            if isinstance(loss, Sums)
-            for key, metric in loss.metrics.items()
-        }
         self.bundles.append(self.step_loss.bundle(sums, amounts, scales, metrics))
 
     def _run_in_head(
@@ -849,6 +935,8 @@ class StepRun:
             costs=costs if len(costs) == self.position else (),
             ages=tuple(self.ages),
             peak_flops=self.runner.peak_flops,
+            ran=tuple(self.ran),
+            compiled=Compilations.so_far().since(self.compiled),
             kept=None if self.keeper is None else self.keeper.kept(),
             bundle=bundle,
             numbers=numbers,
@@ -893,13 +981,14 @@ class StepRun:
             ) from failure
         state = checks.FITS
         if failure is not None:
-            parts = 1 if ready.micro is None else int(ready.micro.parts.max(initial=0)) + 1
-            whole = checks.SEGMENT if len(ready.segments.sample) < 2 else checks.GROUP
+            parts = 1 if ready.micro is None else _parts(ready.micro)
+            whole = checks.SEGMENT if len(ready.segments.arrays.sample) < 2 else checks.GROUP
             state = checks.DIVISIBLE if parts > 1 else whole
         with self.communicate:
-            rank, worst = checks.out_of_memory(self.ranks, self.count or 0, state)
+            slots = ready.batch.rows * ready.batch.width
+            rank, worst, slots = checks.out_of_memory(self.ranks, self.count or 0, state, slots)
         if worst == checks.DIVISIBLE:
-            raise TooLargeError(self.position)
+            raise TooLargeError(slots)
         if worst != checks.FITS:
             where = where if rank == self.ranks.rank else self._name(self.position, rank)
             raise MicroBatchError(f"{where} {checks.INDIVISIBLE[worst]}") from failure
@@ -919,7 +1008,7 @@ class StepRun:
         """The name of a micro-batch that runs or, without `ready`, is prepared; what it holds."""
         name, micro = self._name(position, self.ranks.rank), self.fed
         if ready is not None:
-            return f"{name} ({_describe(ready.batch, ready.segments.sample)})"
+            return f"{name} ({_describe(ready.batch, ready.segments.arrays.sample)})"
         if isinstance(self.items, Step) and position < len(self.items):
             micro = self.items.micro_batches[position]
         return name if micro is None else f"{name} ({_describe(micro, micro.segments.sample)})"
@@ -927,6 +1016,11 @@ class StepRun:
     def _name(self, position: int, rank: int) -> str:
         of_all = "" if self.count is None else f" of {self.count}"
         return f"micro-batch {position}{of_all} of step {self.number} on rank {rank}"
+
+
+def _parts(micro: MicroBatch) -> int:
+    """The number of segments or groups that a micro-batch can be divided into."""
+    return int(micro.parts.max(initial=0)) + 1
 
 
 def _describe(shape: Batch | MicroBatch, sample_ids: IntArray) -> str:

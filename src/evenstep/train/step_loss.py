@@ -102,14 +102,18 @@ class StepLoss:
     """Distinct normalizations by name."""
     constants: dict[str, float] = field(init=False, repr=False, compare=False)
     """The denominators that do not depend on the step, by name."""
+    varying: tuple[tuple[str, Normalization], ...] = field(init=False, repr=False, compare=False)
+    """The others, by name."""
     separate: bool = field(init=False, repr=False, compare=False)
     """Whether each denominator has a backward and an accumulator of its own."""
 
     def __post_init__(self) -> None:
         distinct = {n.name: n for n, _ in reversed(list(self.losses.values()))}
+        constants = _known(distinct, {})
         derived: dict[str, object] = {
             "denominators": distinct,
-            "constants": _known(distinct, {}),
+            "constants": constants,
+            "varying": tuple(each for each in distinct.items() if each[0] not in constants),
             "separate": self.mode == "deferred" and len(distinct) > 1,
         }
         if self.mode == "known":
@@ -168,11 +172,8 @@ class StepLoss:
         Context-parallel ranks share one batch, which must count once: `counted` is False on all
         of them but one.
         """
-        amounts = {
-            name: normalization.amount(batch.unshared)
-            for name, normalization in self.denominators.items()
-            if name not in self.constants
-        }
+        samples = batch.unshared
+        amounts = {name: each.amount(samples) for name, each in self.varying}
         return amounts if counted else {name: a.new_zeros(()) for name, a in amounts.items()}
 
     def scales(
@@ -204,6 +205,9 @@ class StepLoss:
         self, sums: Mapping[str, Tensor], scales: Mapping[str, float]
     ) -> dict[str, Tensor]:
         """What to call backward on: the scaled sum of all losses, or of those of a denominator."""
+        if len(sums) == 1:
+            ((name, value),) = sums.items()
+            return {"all": value * scales[name]}
         parts: dict[str, Tensor] = {}
         for name, (normalization, _) in self.losses.items():
             key = normalization.name if self.separate else "all"
@@ -219,13 +223,13 @@ class StepLoss:
         metrics: Mapping[str, Metric] | None = None,
     ) -> Bundle:
         """Sums and metrics of this micro-batch, to be merged and reduced over ranks."""
-        named = {f"sum/{name}": sums[name].detach().double() for name in self.losses}
-        named |= {f"amount/{name}": amount for name, amount in amounts.items()}
+        named = {f"sum/{name}": sums[name].detach() for name in self.losses}
+        for name, amount in amounts.items():
+            named[f"amount/{name}"] = amount
         if self.mode == "per_micro_batch":
-            named |= {
-                f"reported/{name}": named[f"sum/{name}"] * (scales[name] / self.averaged_over)
-                for name in self.losses
-            }
+            for name in self.losses:
+                share = scales[name] / self.averaged_over
+                named[f"reported/{name}"] = sums[name].detach().double() * share
         return Bundle(named, metrics or {})
 
     # The end of the step -----------------------------------------------------------------------

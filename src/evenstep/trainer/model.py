@@ -18,6 +18,7 @@ from evenstep.core.cost import Cost
 from evenstep.core.text import listed
 from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.errors import ConfigError, FileError
+from evenstep.train.compiling import compile_layers, layers_of
 from evenstep.train.framework import Forward, forward_of, mark_plain
 from evenstep.trainer.ranks import Ranks
 
@@ -55,8 +56,7 @@ def wrapped(model: nn.Module, settings: TrainerSettings, ranks: Ranks) -> Any:
     if settings.checkpointing:
         _checkpoint(model, layers)
     if settings.compile:
-        for layer in layers_of(model):
-            layer.compile()
+        compile_layers(model)
     if ranks.slow is None:
         return model
     if settings.parallel == "fsdp2":
@@ -77,12 +77,6 @@ def forward_for(model: Any, settings: TrainerSettings, device: torch.device) -> 
             return forward(model, batch)
 
     return mark_plain(cast)
-
-
-def layers_of(model: nn.Module) -> list[Any]:
-    """The layers of the decoder: those of the longest list of modules."""
-    lists = [list(each) for each in model.modules() if isinstance(each, nn.ModuleList)]
-    return max(lists, key=len, default=[])
 
 
 def _hugging_face(options: ModelSettings) -> Any:

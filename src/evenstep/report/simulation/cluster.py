@@ -23,6 +23,7 @@ class Cluster:
     parameters  of the model; 0: ranks exchange nothing
     hidden      numbers of a token that one stage sends to the next; 0: stages send nothing
     overlap     whether ranks exchange parameters and gradients while they compute
+    scattered   whether sharded ranks scatter gradients at every micro-batch, not at the last
 
     >>> Cluster(cost=Cost(per_token=1e-6)).link
     50000000000.0
@@ -37,6 +38,7 @@ class Cluster:
     parameters: int = 0
     hidden: int = 0
     overlap: bool = True
+    scattered: bool = False
 
     def __post_init__(self) -> None:
         for name in ("least", "update"):
@@ -48,7 +50,8 @@ class Cluster:
         whole_field(self, "cluster.per_node")
         for name in ("parameters", "hidden"):
             whole_field(self, f"cluster.{name}", least=0)
-        truth_field(self, "cluster.overlap")
+        for name in ("overlap", "scattered"):
+            truth_field(self, f"cluster.{name}")
 
     def bus(self, ranks: int, apart: int) -> float:
         """Bytes per second of a collective over `ranks` devices, with `apart` devices between two.

@@ -4,8 +4,8 @@ Weights are gathered in bfloat16 (2 bytes), gradients summed in float32 (4 bytes
 n ranks moves (n - 1) / n of its bytes through each device; an all-reduce moves them twice.
 
 sharded     (fully_shard) every micro-batch gathers the weights twice, for the forward and for the
-            backward; the last one scatters the gradients. With overlap, a forward takes the longer
-            of computing and gathering, and so does a backward
+            backward; the last one scatters the gradients, or each does (`Cluster.scattered`). With
+            overlap, a forward takes the longer of computing and gathering, and so does a backward
 replicated  (DDP) the last backward of a step sums the gradients. With overlap, only what is longer
             than that backward counts
 
@@ -32,6 +32,7 @@ class Exchange:
     reduce: float
     sharded: bool
     overlap: bool
+    scattered: bool = False
 
     @classmethod
     def of(cls, cluster: Cluster, topology: Topology, sharded: bool) -> Exchange:
@@ -45,11 +46,12 @@ class Exchange:
         held = cluster.parameters / (topology.tp * topology.pp)
         bus = cluster.bus(ranks, topology.tp)
         once = held * (ranks - 1) / ranks / bus
-        return cls(2 * once, (4 if sharded else 8) * once, sharded, cluster.overlap)
+        reduce = (4 if sharded else 8) * once
+        return cls(2 * once, reduce, sharded, cluster.overlap, cluster.scattered)
 
     def per_wave(self, waves: FloatArray) -> FloatArray:
         """What sharded ranks wait for in each row of waves, beyond the time of computing."""
-        extra = np.zeros(waves.shape[1])
+        extra = np.full(waves.shape[1], self.reduce if self.scattered else 0.0)
         extra[-1] = self.reduce
         if not self.overlap:
             return np.full(len(waves), float((2 * self.gather + extra).sum()))

@@ -6,7 +6,9 @@ and sharded over all ranks; layers compute in bfloat16.
     weights        4 bytes per weight, sharded
     optimizer      8 bytes per weight, sharded
     gradients      4 bytes per weight, sharded. They are summed over micro-batches before they are
-                   scattered, so that steps of several micro-batches hold them whole
+                   scattered, so that steps of several micro-batches hold them whole, unless every
+                   micro-batch scatters its own (`Runner(reduce_every="micro_batch")`): then only
+                   those of three layers are whole, which are computed, copied and sent
     gathered       2 bytes per weight of the embedding and the head, which stay gathered
     activations    bytes per slot that the backward needs (`core.models`); with checkpointing,
                    2 bytes per hidden number and layer
@@ -69,8 +71,10 @@ def memory_of(
     slots: int,
     micro_batches: int,
     checkpointing: bool = False,
+    scattered: bool = False,
 ) -> Memory:
-    """The memory of a model with at most `slots` in one of `micro_batches` per rank and step.
+    """The memory of a model with at most `slots` in one of `micro_batches` per rank and step;
+    `scattered` if every micro-batch scatters its gradients.
 
     >>> from evenstep.core.models import named_config
     >>> size = ModelSize.of(named_config("llama-3.2-1b"))
@@ -82,12 +86,12 @@ def memory_of(
     own = slots / (topology.tp * topology.cp)  # slots of one device
     per_slot = 2 * size.hidden * size.layers if checkpointing else size.kept
     in_flight = min(micro_batches, topology.pp) / topology.pp
-    several = micro_batches > 1
+    summed = 4 * min(held, shard + 3 * held / size.layers if scattered else held)
     return Memory(
         weights=4 * shard,
         optimizer=8 * shard,
         gradients=4 * shard,
-        summed_gradients=4 * held if several else 0.0,
+        summed_gradients=summed if micro_batches > 1 else 0.0,
         gathered=2 * size.outside / topology.tp,
         activations=per_slot * own * in_flight,
         recomputed=size.kept / size.layers * own if checkpointing else 0.0,

@@ -28,6 +28,8 @@ class Setting:
 
     recipe: Recipe
     checkpointing: bool
+    scattered: bool
+    """Whether every micro-batch scatters its gradients (`Runner.reduce_every`)."""
     simulation: Simulation
     memory: Memory
     waves: int
@@ -90,6 +92,7 @@ class Setting:
             "dp": self.recipe.topology.dp,
             "cp": self.recipe.topology.cp,
             "checkpointing": self.checkpointing,
+            "reduce_every": "micro_batch" if self.scattered else "step",
             "micro_batches_per_rank": self.waves,
             "gpu_hours": self.gpu_hours,
             "updates_per_epoch": self.updates,
@@ -128,9 +131,9 @@ def recommended(settings: Sequence[Setting]) -> Setting:
     return min(near, key=_preference)
 
 
-def _preference(setting: Setting) -> tuple[int, int, bool, float]:
-    topology = setting.recipe.topology
-    return setting.samples, topology.cp, setting.checkpointing, setting.gpu_hours
+def _preference(setting: Setting) -> tuple[int, int, bool, bool, float]:
+    simple = (setting.checkpointing, setting.scattered)
+    return setting.samples, setting.recipe.topology.cp, *simple, setting.gpu_hours
 
 
 def reason(chosen: Setting, settings: Sequence[Setting], memory: float) -> str:
@@ -153,6 +156,7 @@ def reason(chosen: Setting, settings: Sequence[Setting], memory: float) -> str:
         gain = _gain(chosen, fastest)
         speed = f"needs {over} more GPU-hours than the fastest of {fit}, with {gain}"
     recomputing = ", recomputing activations" if chosen.checkpointing else ""
+    recomputing += ", reduce_every micro_batch" if chosen.scattered else ""
     return (
         f"Recommended: {chosen.layout} micro-batches of {count(chosen.budget)} slots, "
         f"{times(chosen.samples, 'sample')} per step ({times(chosen.updates, 'update')} per "
@@ -188,6 +192,9 @@ def _difference(setting: Setting, other: Setting) -> str:
         f"{'' if setting.checkpointing else 'not '}recomputing activations": (
             setting.checkpointing != other.checkpointing
         ),
+        f"reduce_every {'micro_batch' if setting.scattered else 'step'}": (
+            setting.scattered != other.scattered
+        ),
     }
     *most, last = [part for part, differs in parts.items() if differs]
     return f"{', '.join(most)} and {last}" if most else last
@@ -198,7 +205,7 @@ def _gain(chosen: Setting, fastest: Setting) -> str:
         return "fewer samples per step"
     if chosen.recipe.topology.cp < fastest.recipe.topology.cp:
         return "less context parallelism"
-    return "no recomputing"
+    return "no recomputing" if fastest.checkpointing else "gradients summed before they are sent"
 
 
 def _loss(simulation: Simulation) -> str:
