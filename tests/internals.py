@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from evenstep.core.plan import join_plans, on_fewer_ranks, samples_by_step, step_plan
     from evenstep.core.ragged import (
+        ELSEWHERE,
         FloatArray,
         IntArray,
         Segments,
