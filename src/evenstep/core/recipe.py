@@ -159,6 +159,27 @@ class SecondWork:
         return 1.0 if self.cost is not None or not second else first / second
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """Ranks share long sequences: several ranks of a wave compute one of them together.
+
+    most_ranks    the most ranks that share a sequence; by default all
+    max_received  the most tokens whose keys and values a rank receives in a wave; by default the
+                  larger of the budget and the longest sample
+
+    >>> Sharing(most_ranks=4).most_ranks
+    4
+    """
+
+    most_ranks: int | None = None
+    max_received: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("most_ranks", "max_received"):
+            if getattr(self, name) is not None:
+                whole_field(self, f"sharing.{name}")
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """One data-parallel rank of `size`. It is passed explicitly, never looked up.
@@ -352,6 +373,7 @@ class Recipe(Derived):
     overflow     what happens to a sample that is longer than a micro-batch can hold: an error, a
                  micro-batch of its own (`alone`), or it is truncated, split or dropped
     seed         for packers that use random numbers (`first_fit_shuffle`, or one of your own)
+    sharing      whether ranks share long sequences; None: every sample runs on one rank
     """
 
     layout: Layout
@@ -368,6 +390,7 @@ class Recipe(Derived):
     min_saving: float | None = None
     overflow: Overflow = "error"
     seed: int = 0
+    sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
         # Parts of another type are refused first, with the constructor that was meant.

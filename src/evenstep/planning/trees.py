@@ -104,12 +104,12 @@ def share_prefixes(
                 "groups='step'."
             )
         return decide_step(segments, units, recipe, wanted)
-    time, alone = _time_of(shared, recipe), rounded_up(segments.length, recipe.topology.alignment)
+    time, alone = time_of(shared, recipe), rounded_up(segments.length, recipe.topology.alignment)
     least = float(recipe.cost.of_lengths(alone).sum()) / recipe.topology.dp
     if needed or time <= least + recipe.cost.per_micro_batch:
         return shared
     apart = decide_step(segments, units, recipe, wanted)
-    return apart if _time_of(apart, recipe) <= time else shared
+    return apart if time_of(apart, recipe) <= time else shared
 
 
 def _too_large(units: Units, recipe: Recipe) -> BoolArray:
@@ -137,7 +137,7 @@ def _over(step: DecidedStep, recipe: Recipe) -> bool:
     return bool(over.any())
 
 
-def _time_of(step: DecidedStep, recipe: Recipe) -> float:
+def time_of(step: DecidedStep, recipe: Recipe) -> float:
     """The modelled time of a step of packed rows."""
     ranks, layout = recipe.topology.dp, recipe.layout
     aligned = rounded_up(step.segments.length, recipe.topology.alignment)
