@@ -206,8 +206,8 @@ class Runner:
                 "ranks. Use on_memory='raise', or plan without sharing."
             )
         # Before each step that may share samples: ranks with other plans would exchange nonsense.
-        plan: Any = getattr(step, "plan", None)
-        shares = bool(digests) or getattr(plan and plan.recipe, "sharing", None) is not None
+        plan = step.plan if isinstance(step, Step) else None
+        shares = bool(digests) or (plan is not None and plan.recipe.sharing is not None)
         if self.collective.size > 1 and (shares or not self._compared):
             fingerprint = getattr(step, "fingerprint", "")
             if digests:

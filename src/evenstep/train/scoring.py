@@ -98,8 +98,8 @@ def compute_log_probs(
         options={"head": Head.of(head), "temperature": temperature, "wanted": wanted},
     )
     if isinstance(samples, Step):
-        digests, planned = exchange_digests(samples), samples.plan
-        may_share = digests or getattr(planned and planned.recipe, "sharing", None) is not None
+        digests, plan = exchange_digests(samples), samples.plan
+        may_share = bool(digests) or (plan is not None and plan.recipe.sharing is not None)
         if recipe is not None or (collective is not None and not may_share) or share_prefixes:
             raise ConfigError(
                 "a step is planned and holds this rank's samples only, so recipe, collective and "
