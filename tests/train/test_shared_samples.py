@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +166,14 @@ def three_ranks() -> tuple[Plan, list[dict[str, Any]], list[list[int]]]:
 
 def test_a_wave_exchanges_once_per_layer_and_others_not_at_all() -> None:
     plan, samples, ids = three_ranks()
-    _, expected = gradient(decoder(), alone(ids), samples, cross_entropy())
+    same = decoder()
+    _, expected = gradient(same, alone(ids), samples, cross_entropy())
 
     def run(ranks: Any) -> Any:
         calls: list[tuple[int, int]] = []
         real = type(ranks).all_to_all
-        model = decoder()
-        counting = Counting(ranks, calls, real)
+        model = copy.deepcopy(same)
+        counting: Any = Counting(ranks, calls, real)
         batches = [COLLATE(micro, samples) for micro in plan[0, ranks.rank]]
         assert [batch.exchange is not None for batch in batches] == [True, False]
         Runner(model=model, loss=cross_entropy(), collective=counting).run(batches)
@@ -232,9 +234,9 @@ def test_autocast_shares_samples() -> None:
 
 def test_experts_of_a_sequence_are_counted_on_all_its_ranks() -> None:
     plan, samples, ids = three_ranks()
-    loss = lambda: load_balancing(top_k=2, over="sequence")  # noqa: E731
-    _, expected = gradient(Experts(), alone(ids), samples, loss(), normalization=SequenceMean())
-    for _, ours in on_threads(Experts(), plan, samples, loss, normalization=SequenceMean()):
+    loss, model = partial(load_balancing, top_k=2, over="sequence"), Experts()
+    _, expected = gradient(model, alone(ids), samples, loss(), normalization=SequenceMean())
+    for _, ours in on_threads(model, plan, samples, loss, normalization=SequenceMean()):
         worst = errors_of_parameters(ours, expected)
         assert max(worst.values()) <= 1e-12
 
@@ -246,7 +248,7 @@ def test_log_probs_and_kept_values_are_of_whole_sequences() -> None:
     plan, _, ids = three_ranks()
     source = InMemory([{"input_ids": each} for each in ids])
     model = decoder()
-    expected = compute_log_probs(model, list(source), Recipe(layout=Packed(max_tokens=9)))
+    expected = compute_log_probs(model, [source[i] for i in range(5)], Recipe(layout=Packed(max_tokens=9)))
 
     def run(ranks: Any) -> Any:
         mine = copy.deepcopy(model)
@@ -407,7 +409,7 @@ def test_plans_that_differ_are_an_error_on_all_ranks_before_the_first_exchange()
     def run(ranks: Any) -> str:
         mine = other if ranks.rank == 0 else plan
         calls: list[tuple[int, int]] = []
-        counting = Counting(ranks, calls, type(ranks).all_to_all)
+        counting: Any = Counting(ranks, calls, type(ranks).all_to_all)
         batches = [COLLATE(micro, samples) for micro in mine[0, ranks.rank]]
         try:
             Runner(model=decoder(), loss=cross_entropy(), collective=counting).run(batches)
