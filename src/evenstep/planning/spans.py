@@ -8,26 +8,26 @@ hold the longest ones and divide them; the rest is planned unshared.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from evenstep.core.ragged import (
+    ELSEWHERE,
     FloatArray,
     IntArray,
     Segments,
     divided_up,
     offsets_of,
-    ranges_of,
 )
 from evenstep.core.recipe import Recipe
 from evenstep.errors import PlanError
+from evenstep.planning.kernels import kernel, rise, sink
 from evenstep.planning.step import DecidedStep, decide_step
 from evenstep.planning.trees import time_of
 from evenstep.planning.units import Units
-
-ELSEWHERE = -2
-from evenstep.planning.kernels import kernel, rise, sink
 
 _LEVEL = 1.0003  # loads over their mean that are level
 _OVER = 1.02  # loads over the level that a part is divided to avoid
@@ -39,7 +39,6 @@ _LOOK = 8  # ranks that are asked for room
 def share_wave(
     size: IntArray,
     cost: FloatArray,
-    whole: IntArray,
     extra: FloatArray,
     caps: FloatArray,
     capacity: int,
@@ -54,12 +53,16 @@ def share_wave(
 ) -> tuple[float, IntArray]:
     """(the load of the slowest rank, the parts) of a wave with these units, dearest first.
 
-    A part is (unit, start, end, rank). Units of which `whole` is 1 are never divided. The load is
-    infinite and there are no parts if units do not fit.
+    A part is (unit, start, end, rank). The load is infinite and there are no parts if units do not
+    fit.
     """
     n, limits = size.shape[0], caps.shape[0]
     most = n + 6 * ranks + 8
-    unit_of, start, end = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    unit_of, start, end = (
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+    )
     rank_of, later = np.empty(most, np.int64), np.empty(most, np.int64)
     after = np.empty(most, np.int64)  # the next part on the same rank
     first = np.empty(ranks, np.int64)
@@ -174,9 +177,9 @@ def share_wave(
 
         They start at `cuts`. With too few parts, each has more than the level.
         """
-        if size[u] <= capacity and (cost[u] <= level * _LEVEL or whole[u]):
+        if size[u] <= capacity and cost[u] <= level * _LEVEL:
             return 0
-        while not whole[u] and level < 2 * cost[u]:
+        while level < 2 * cost[u]:
             e, parts = size[u], 0
             while e > capacity or price(0, e) + per_moved * e * parts > level * _LEVEL:
                 s = max(boundary(e, parts, level), round_up(e - capacity))
@@ -251,9 +254,7 @@ def share_wave(
         while next_item < num_items or u < n:
             while u < n and parts_of[u] > 1:
                 u += 1
-            if next_item < num_items and (
-                u >= n or item_cost[by_cost[next_item]] >= cost[u]
-            ):
+            if next_item < num_items and (u >= n or item_cost[by_cost[next_item]] >= cost[u]):
                 at = items[by_cost[next_item]]
                 next_item += 1
             elif u < n:
@@ -274,9 +275,7 @@ def share_wave(
                 looked += 1
             # Divide what fits nowhere, or only where it exceeds the level, over the room of less
             # loaded ranks, from the end: first up to the level, then anywhere.
-            over = target < 0 or (
-                looked > 0 and load[target] + price(s, e) > level * _OVER and not whole[v]
-            )
+            over = target < 0 or (looked > 0 and load[target] + price(s, e) > level * _OVER)
             if over and s == 0 and parts_of[v] == 2 and later[at] == 1:
                 # Its last part takes fewer slots: the rank of that one takes a longer head.
                 last, p = at - 1, rank_of[at - 1]
@@ -295,7 +294,7 @@ def share_wave(
                         s = x
                         break
             for k in range(2 * looked if over else 0):
-                if whole[v] or s == end[at] or (k == looked and target >= 0):
+                if s == end[at] or (k == looked and target >= 0):
                     break
                 r, x = aside[k % looked], s
                 if has_part(v, r) or count[0] == most:
@@ -395,7 +394,6 @@ def share_wave(
                         if (
                             e < shortest
                             and price(s, e) > amount
-                            and not whole[v]
                             and parts_of[v] < most_parts
                             and not has_part(v, q)
                         ):
@@ -423,7 +421,7 @@ def share_wave(
                 chosen[at, 0], chosen[at, 1] = unit_of[at], start[at]
                 chosen[at, 2], chosen[at, 3] = end[at], rank_of[at]
         mean = load.sum() / ranks
-        if slowest <= mean * 1.0005 or mean <= level * 1.0002 and slowest > best:
+        if slowest <= mean * 1.0005 or (mean <= level * 1.0002 and slowest > best):
             break
         level = mean
     return best, chosen
@@ -436,10 +434,11 @@ _FILLS = (0.85, 0.9, 0.95, 0.98, 0.99)  # of the waves that do not
 _TIGHT = 0.8  # of the slots of a wave that shares: more are hard to divide evenly
 _UNEVEN = 0.005  # of its dearest unit is about what a wave that does not share waits
 _SCORED, _PLANNED = 10, 2  # candidates
+_MORE = 6  # numbers of waves that are tried where a step has to share
 
 
 class _Candidate(NamedTuple):
-    """The first `count` units in `shared` of `waves` waves, which end at `ends`.
+    """The first `units` in `shared` of `waves` waves, which end at `ends`.
 
     `time` is what it takes at least, with what ranks are likely to wait.
     """
@@ -447,7 +446,7 @@ class _Candidate(NamedTuple):
     time: float
     shared: int
     waves: int
-    count: int
+    units: int
     ends: tuple[int, ...]
 
 
@@ -456,7 +455,9 @@ class _Sharing:
 
     def __init__(self, segments: Segments, units: Units, recipe: Recipe) -> None:
         sharing, capacity = recipe.sharing, recipe.capacity
-        assert sharing is not None and capacity is not None
+        self.plain = replace(recipe, sharing=None)
+        assert sharing is not None
+        assert capacity is not None
         self.segments, self.recipe, self.original = segments, recipe, units
         self.ranks, self.capacity = recipe.topology.dp, capacity
         over = units.size > capacity
@@ -466,16 +467,19 @@ class _Sharing:
         longest = int(units.size.max(initial=1))
         self.received = sharing.max_received or max(capacity, longest)
         self.parts = sharing.most_ranks or self.ranks
-        self.slots, self.work = offsets_of(self.units.size), np.append(0.0, self.units.cost.cumsum())
-        self.whole = (self.units.count > 1).astype(np.int64)
+        self.slots, self.work = (
+            offsets_of(self.units.size),
+            np.append(0.0, self.units.cost.cumsum()),
+        )
         self.ideal = float(self.work[-1]) / self.ranks
 
     def candidates(self, fewest: int) -> list[_Candidate]:
         """The candidates with `fewest` waves or one more, the most promising first."""
         per_wave, total = self.capacity * self.ranks, int(self.slots[-1])
         counts = set()
+        least = max(divided_up(int(self.slots[self.must]), per_wave), 1)
         for waves in (fewest, fewest + 1):
-            for shared in range(1, min(_WAVES, waves) + 1):
+            for shared in range(least, min(least + _WAVES - 1, waves) + 1):
                 for fill in _FILLS:
                     rest = int(fill * per_wave * (waves - shared))
                     count = max(int(np.searchsorted(self.slots, total - rest)), self.must, 1)
@@ -512,7 +516,7 @@ class _Sharing:
         if waves == 0 or count == len(cost):
             return 0.0
         if self.recipe.sync_every == "step":
-            return max(0.0, float(cost[count]) - (self.work[-1] - self.work[count]) / self.ranks)
+            return max(0.0, float(cost[count] - (self.work[-1] - self.work[count]) / self.ranks))
         ends = slots[count] + np.arange(min(waves, 8)) * (self.capacity * self.ranks)
         first = np.searchsorted(slots, ends[ends < slots[-1]], "right") - 1
         done = np.append(self.work[first[1:] + 1], self.work[-1]) - self.work[count]
@@ -527,7 +531,6 @@ class _Sharing:
             slowest, parts = share_wave(
                 units.size[each],
                 units.cost[each],
-                self.whole[each],
                 units.extra[each],
                 units.caps,
                 self.capacity,
@@ -546,89 +549,93 @@ class _Sharing:
             first = each.stop
         return time, waves
 
-    def rest(self, candidate: _Candidate) -> DecidedStep | None:
-        """The units that are not in waves that share; None if they do not fit."""
-        waves = candidate.waves - candidate.shared
-        chosen = np.flatnonzero(self.units.of_segment >= candidate.count)
+    def rest(self, candidate: _Candidate, waves: int | None) -> DecidedStep:
+        """The units that are not in waves that share, in so many waves. Raises if none fit."""
+        chosen = np.flatnonzero(self.units.of_segment >= candidate.units)
         if waves == 0 or not len(chosen):
-            return None if len(chosen) else _NOTHING
+            return _NOTHING
         units = self.original.of_segments(chosen)
-        try:
-            return decide_step(self.segments.take(chosen), units, self.recipe, waves)
-        except PlanError:
-            return None
+        return decide_step(self.segments.take(chosen), units, self.plain, waves)
 
     def step(
         self, waves: int, shared: list[tuple[int, IntArray]], rest: DecidedStep
     ) -> DecidedStep:
         """The step whose first waves share, with the rest after them."""
-        segment_of = np.argsort(self.units.of_segment, kind="stable")
-        offsets = offsets_of(self.units.count)
         columns = []
         for wave, (first, parts) in enumerate(shared):
             unit, start, end, rank = parts.T
-            unit = unit + first
-            # All segments of a unit that is not divided, and the one of a unit that is.
-            count = self.units.count[unit]
-            segment = segment_of[ranges_of(offsets[unit], count)]
-            start, end = np.repeat(start, count), np.repeat(end, count)
+            segment = self.order[unit + first]
             length = np.minimum(end, self.segments.length[segment]) - start
-            micro = np.repeat(rank, count) * waves + wave
             parent = np.where(start > 0, ELSEWHERE, -1)
-            columns.append((self.segments.sample[segment], start, length, parent, micro))
+            columns.append(
+                (self.segments.sample[segment], start, length, parent, rank * waves + wave)
+            )
         if len(rest.segments):
             micro = rest.micro // rest.per_rank * waves + len(shared) + rest.micro % rest.per_rank
-            none = np.full(len(micro), -1)
-            each = rest.segments
-            columns.append((each.sample, each.start, each.length, none, micro))
-        sample, start, length, parent, micro = (np.concatenate(each) for each in zip(*columns))
-        segments = Segments(sample, start, length, parent)
-        return DecidedStep(segments, micro, np.zeros(len(micro), np.int64), waves, None)
+            whole = rest.segments
+            columns.append(
+                (whole.sample, whole.start, whole.length, np.full(len(micro), -1), micro)
+            )
+        joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
+        row = np.zeros(len(joined[4]), np.int64)
+        return DecidedStep(Segments(*joined[:4]), joined[4], row, waves, None)
+
+    def search(self, fewest: int, time: float) -> DecidedStep | None:
+        """The fastest step that shares; None if none takes less than `time`."""
+        best: DecidedStep | None = None
+        scored, least, cost = [], time, self.recipe.cost
+        # Score candidates by their waves that share and by what the others take at least.
+        for candidate in self.candidates(fewest)[:_SCORED]:
+            if candidate.time >= least:
+                break
+            shared_time, waves = self.share(candidate)
+            ideal = float(self.work[candidate.units]) / self.ranks
+            fixed = candidate.shared * (cost.exchange + cost.per_micro_batch)
+            score = candidate.time - ideal - fixed + shared_time
+            if score < time:
+                scored.append((score, candidate, shared_time, waves))
+            least = min(least, score)
+        # Plan the others of the best.
+        for score, candidate, shared_time, waves in sorted(scored, key=itemgetter(0))[:_PLANNED]:
+            if score >= time:
+                break
+            try:
+                rest = self.rest(candidate, candidate.waves - candidate.shared)
+            except PlanError:
+                continue
+            total = shared_time + (time_of(rest, self.recipe) if rest.per_rank else 0.0)
+            if total < time:
+                best, time = self.step(candidate.waves, waves, rest), total
+        return best
+
+    def one_by_one(self) -> DecidedStep:
+        """A wave for each unit that no rank holds alone, and the others after them."""
+        count, ends = self.must, tuple(range(1, self.must + 1))
+        rest = self.rest(_Candidate(0.0, count, 0, count, ends), None)
+        waves = count + rest.per_rank
+        parts = self.share(_Candidate(0.0, count, waves, count, ends))[1]
+        return self.step(waves, parts, rest)
 
 
-_NOTHING = DecidedStep(
-    Segments([], [], []), np.empty(0, np.int64), np.empty(0, np.int64), 0, None
-)
+_NONE = np.empty(0, np.int64)
+_NOTHING = DecidedStep(Segments(_NONE, _NONE, _NONE), _NONE, _NONE, 0, None)
 
 
-def share_sequences(
-    segments: Segments, units: Units, recipe: Recipe, wanted: int | None
-) -> DecidedStep:
+def share_sequences(segments: Segments, units: Units, recipe: Recipe) -> DecidedStep:
     """Decide one step in which ranks share sequences, or not where that is as fast."""
     sharing = _Sharing(segments, units, recipe)
-    if sharing.ranks == 1:
-        return decide_step(segments, units, recipe, wanted)
     alone, time = None, np.inf
     fewest = divided_up(int(units.size.sum()), sharing.capacity * sharing.ranks)
     if not sharing.must:
-        alone = decide_step(segments, units, recipe, wanted)
+        alone = decide_step(segments, units, sharing.plain, None)
         time, fewest = time_of(alone, recipe), alone.per_rank
-        if time <= sharing.ideal * _EVEN + fewest * recipe.cost.per_micro_batch:
-            return alone
-    # Score candidates by their waves that share and the bound of the others.
-    scored = []
-    least = time
-    for candidate in sharing.candidates(fewest)[:_SCORED]:
-        if candidate.time >= least:
-            break
-        shared_time, shared = sharing.share(candidate)
-        cost = recipe.cost
-        ideal = sharing.work[candidate.count] / sharing.ranks
-        fixed = candidate.shared * (cost.exchange + cost.per_micro_batch)
-        score = candidate.time - ideal - fixed + shared_time
-        if score < time:
-            scored.append((score, candidate, shared_time, shared))
-        least = min(least, score)
-    best = alone
-    for score, candidate, shared_time, shared in sorted(scored, key=lambda each: each[0])[:_PLANNED]:
-        if score >= time:
-            break
-        rest = sharing.rest(candidate)
-        if rest is None:
-            continue
-        step = sharing.step(candidate.waves, shared, rest)
-        now = shared_time + (time_of(rest, recipe) if rest.per_rank else 0.0)
-        if now < time:
-            best, time = step, now
-    assert best is not None
-    return best
+        even = sharing.ideal * _EVEN + fewest * recipe.cost.per_micro_batch
+        return (
+            alone if time <= even or sharing.ranks == 1 else sharing.search(fewest, time) or alone
+        )
+    # Samples that no rank holds alone: more and more waves, at last one for each of them.
+    for more in range(_MORE):
+        step = sharing.search(fewest + more * (1 + fewest // 8), np.inf)
+        if step is not None:
+            return step
+    return sharing.one_by_one()
