@@ -86,7 +86,8 @@ def plan_of_cells(plan: Plan, cells: list[list[list[Row]]]) -> Plan:
         int(rounded_up(np.array([r[2] for r in rows], np.int64), align).sum()) for rows in micros
     ]
     widths = [max(rounded_up(each, unit), unit) for each in slots]
-    layout = replace(recipe.layout, max_tokens=max(widths))
+    longest = rounded_up(int(plan.lengths.max()), unit)
+    layout = replace(recipe.layout, max_tokens=max(longest, *widths))
     return replace(
         plan,
         recipe=replace(recipe, layout=layout),

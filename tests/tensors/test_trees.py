@@ -35,8 +35,9 @@ def test_a_small_tree_lies_in_preorder() -> None:
     assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 6, 9, 11]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 3, 4, 5, 0, 1]]
     assert batch.places.tolist() == [[0, 1, 0, 1, 0, 0, 0, 1, 2, 0, 1]]
-    assert batch.tree.cu_seqlens_k.tolist() == [0, 2, 6, 9, 13, 19, 21]
-    assert batch.tree.key_slots.tolist()[13:19] == [0, 1, 4, 6, 7, 8]
+    assert batch.keys is not None
+    assert batch.keys.cu_seqlens.tolist() == [0, 2, 6, 9, 13, 19, 21]
+    assert batch.keys.slots.tolist()[13:19] == [0, 1, 4, 6, 7, 8]
     assert batch.labels.tolist() == [[2, 3, 4, -100, 5, -100, 6, 7, -100, 9, -100]]
     assert batch.loss_weights.tolist() == [[3, 3, 1, 0, 2, 0, 1, 1, 0, 1, 0]]
     assert batch.unshared.tokens.tolist() == [[token for ids in IDS for token in ids]]
@@ -149,6 +150,8 @@ def test_attention_of_a_tree_is_that_of_its_samples(
 ) -> None:
     torch.manual_seed(seed)
     batch, _ = tree_batch(seed)
+    keys = batch.keys
+    assert keys is not None
     assert batch.tree is not None
     qkv = projections(batch)
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True) if sinks else None
@@ -157,10 +160,9 @@ def test_attention_of_a_tree_is_that_of_its_samples(
         out = attend(Call(q, k, v, Boundaries.of(batch), True, window, None, softcap, sink))
     else:
         flat = [x[0].transpose(0, 1) for x in qkv]
-        tree = batch.tree
         out, _ = varlen(
-            *flat, batch.cu_seqlens, tree.cu_seqlens_k, batch.max_seqlen, tree.max_seqlen_k, True,
-            window or 0, 8**-0.5, softcap or 0.0, sink, tree.key_slots,
+            *flat, batch.cu_seqlens, keys.cu_seqlens, batch.max_seqlen, keys.max_seqlen, True,
+            window or 0, 8**-0.5, softcap or 0.0, sink, keys.slots,
         )  # fmt: skip
         out = out.transpose(0, 1)[None]
     q, k, v = of_samples(batch, qkv)

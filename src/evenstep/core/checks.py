@@ -526,23 +526,24 @@ def exchanges_agree(plan: Plan) -> list[str]:
                     if front.any():
                         wrong.append(f"rank {rank} of step {number} has no exchange")
                     continue
-                here, of = exchange.sent, np.full
-                columns = segments.sample[here], segments.start[here], segments.length[here]
-                sent.append(np.stack((of(len(here), rank), exchange.sent_to, *columns)))
-                seen, start = segments.sample[exchange.seen_by], exchange.received_start
-                columns = of(len(seen), rank), seen, start, exchange.received
-                received.append(np.stack((exchange.received_from, *columns)))
+                parts, rows = segments.take(exchange.sent), np.full
+                columns = parts.sample, parts.start, parts.length
+                sent.append(np.stack((rows(len(parts), rank), exchange.sent_to, *columns)))
+                sample, start = segments.sample[exchange.seen_by], exchange.received_start
+                columns = sample, start, exchange.received
+                to = exchange.received_from, rows(len(sample), rank)
+                received.append(np.stack((*to, *columns)))
                 for at in np.flatnonzero(front).tolist():
-                    parts = np.flatnonzero(exchange.seen_by == at)
-                    parts = parts[np.argsort(start[parts])]
-                    ends = offsets_of(exchange.received[parts])
-                    if not np.array_equal(ends, [*start[parts], front[at]]):
+                    seen = np.flatnonzero(exchange.seen_by == at)
+                    seen = seen[np.argsort(start[seen])]
+                    ends = offsets_of(exchange.received[seen])
+                    if not np.array_equal(ends, [*start[seen], front[at]]):
                         wrong += _named(segments.sample[at : at + 1], "lacks tokens before a part")
             if not sent:
                 continue
             tables = [np.concatenate(each, axis=1) for each in (sent, received)]
             tables = [table[:, np.lexsort((table[1], table[0]))] for table in tables]
-            if not np.array_equal(*tables):
+            if not np.array_equal(tables[0], tables[1]):
                 wrong.append(f"ranks of step {number} send other tokens than others receive")
     return wrong[:_SHOWN]
 

@@ -19,7 +19,6 @@ from evenstep.core.checks import offsets_nest
 from evenstep.core.measures import step_means, step_times
 from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import (
-    ELSEWHERE,
     BoolArray,
     FloatArray,
     IntArray,
@@ -840,11 +839,7 @@ def on_fewer_ranks(plan: Plan, ranks: int) -> Plan:
     """
     if ranks == plan.num_ranks:
         return plan
-    if plan.segments.parent is not None and (plan.segments.parent == ELSEWHERE).any():
-        raise PlanError(
-            f"the plan shares samples between its {plan.num_ranks} ranks, so it cannot run on "
-            f"{ranks}. Run it on {plan.num_ranks} ranks, or plan for {ranks}."
-        )
+    refuse_shared(plan, ranks)
     # 2 micro-batches on 4 ranks: 0 1 | 2 3 | 4 5 | 6 7, as waves 0 2 4 6 | 1 3 5 7; on 2 ranks:
     # 0 4 1 5 | 2 6 3 7
     numbers = np.arange(plan.num_micro_batches).reshape(plan.num_ranks, -1)
@@ -864,6 +859,15 @@ def on_fewer_ranks(plan: Plan, ranks: int) -> Plan:
     )
 
 
+def refuse_shared(plan: Plan, ranks: int) -> None:
+    """Raise if a plan cannot run on another number of ranks, because its ranks share samples."""
+    if ranks != plan.num_ranks and plan.segments.is_shared.any():
+        raise PlanError(
+            f"the plan shares samples between its {plan.num_ranks} ranks, so it cannot run on "
+            f"{ranks}. Run it on {plan.num_ranks} ranks, or plan for {ranks}."
+        )
+
+
 def recipe_on_fewer_ranks(recipe: Recipe, ranks: int) -> Recipe:
     """The recipe of `on_fewer_ranks`: a rank has more micro-batches, and sizes may differ."""
     if ranks == recipe.topology.dp:
@@ -872,7 +876,7 @@ def recipe_on_fewer_ranks(recipe: Recipe, ranks: int) -> Recipe:
     if steps.micro_batches is not None:
         steps = Steps(micro_batches=times * steps.micro_batches)
     topology = replace(recipe.topology, dp=ranks)
-    return replace(recipe, topology=topology, steps=steps, equal_sizes=False)
+    return replace(recipe, topology=topology, steps=steps, equal_sizes=False, sharing=None)
 
 
 def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:

@@ -21,11 +21,12 @@ from evenstep.core.ragged import IntArray
 from evenstep.core.step import Step
 from evenstep.core.text import one_of, short_repr, whole_number
 from evenstep.data.feed import FedMicroBatch, Feed
-from evenstep.data.source import cause_of_no_loss
+from evenstep.data.source import cause_of_no_loss, digest_of
 from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import Metric, Sums
+from evenstep.tensors.transport import CALLS
 from evenstep.train import checks, result
 from evenstep.train.collectives import Alone, Bundle, Collective
 from evenstep.train.framework import Forward, Framework, device_of, forward_of
@@ -198,9 +199,21 @@ class Runner:
                 "on_memory='split' needs samples, but the step holds collated batches. Pass a Step "
                 "whose samples the runner collates."
             )
-        if self.collective.size > 1 and not self._compared:
-            self._compared.append(getattr(step, "fingerprint", ""))
-            checks.check_fingerprints(self._compared[0], self.collective)
+        digests = checks.exchange_digests(step)
+        if split and digests:
+            raise ConfigError(
+                "on_memory='split' divides micro-batches, but this step shares samples between "
+                "ranks. Use on_memory='raise', or plan without sharing."
+            )
+        # Before each step that may share samples: ranks with other plans would exchange nonsense.
+        plan = step.plan if isinstance(step, Step) else None
+        shares = bool(digests) or (plan is not None and plan.recipe.sharing is not None)
+        if self.collective.size > 1 and (shares or not self._compared):
+            fingerprint = getattr(step, "fingerprint", "")
+            if digests:
+                fingerprint = digest_of(f"{fingerprint} {digests}", size=8).hex()
+            self._compared[:] = [fingerprint]
+            checks.check_fingerprints(fingerprint, self.collective)
         budget = getattr(step, "budget", None)
         if not isinstance(step, Step):
             return StepRun(self, step, len(step), budget=budget).run()
@@ -564,6 +577,8 @@ class StepRun:
     ) -> Prepared:
         """Check a batch, count what it holds and move it to the device, if that has memory."""
         checks.check_tree(batch, self.runner.preprocess)
+        checks.check_exchange(batch, self.ranks, self.count is not None)
+        batch = batch.between(self.ranks)
         groups = set() if self.groups is None else self.groups.check(batch.unshared, micro)
         if self.step_loss.mode == "known" and self.step is not None and self.step.loss_tokens:
             checks.check_labels(batch.unshared, self.step.loss_tokens)
@@ -675,7 +690,9 @@ class StepRun:
         # older than this micro-batch, so that fully_shard reduces gradients before they have
         # arrived, and their values those of before the last update.
         torch.clear_autocast_cache()
+        calls = 0 if batch.exchange is None else CALLS[batch.exchange.name]
         outputs = self.runner.forward(self.runner.model, shard)
+        checks.check_exchanged(self.runner.model, batch, calls)
 
         losses: dict[str, Sums | Tensor] = {}  # as the functions return them, without divisors
         for name, loss in self.losses.items():
@@ -686,10 +703,11 @@ class StepRun:
                 amounts[loss.normalization.name] = divisor.detach().double()
             losses[name] = value
         if self.keeper is not None:
-            self.keeper.add(ready.segments, losses)
+            self.keeper.add(ready.segments, losses, batch.exchange)
         if self.suspects is not None:
             ids = ready.segments.sample
-            self.suspects.before_backward(ids, exchange, outputs, shard, losses)
+            mixed = exchange or batch.exchange is not None
+            self.suspects.before_backward(ids, mixed, outputs, shard, losses)
 
         sums = {n: loss.loss if isinstance(loss, Sums) else loss for n, loss in losses.items()}
         scales = self._exchange_scales(amounts) if self.scales is None else self.scales
@@ -809,7 +827,7 @@ class StepRun:
             costs=costs if len(costs) == self.position else (),
             ages=tuple(self.ages),
             peak_flops=self.runner.peak_flops,
-            kept=None if self.keeper is None else self.keeper.kept(),
+            kept=None if self.keeper is None else self.keeper.kept(self.ranks),
             bundle=bundle,
             numbers=numbers,
             known=self.step_loss,
