@@ -17,6 +17,7 @@ from evenstep import (
     Prefixes,
     Recipe,
     SecondWork,
+    Sharing,
     Steps,
     Topology,
     make_plan,
@@ -527,6 +528,18 @@ FAULTS = {
         "shared_in_one_wave",
         Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=3)),
         sharing([(0, 0, 2, -1)], [(0, 2, 1, -1), (1, 0, 3, -1)], [(0, 3, 2, ELSEWHERE)]),
+        PAIR,
+    ),
+    "too many ranks share a sample": Fault(
+        "sharing_as_asked",
+        replace(pair, sharing=Sharing(most_ranks=1)),
+        sharing([(0, 0, 2, -1)], [(1, 0, 3, -1), (0, 2, 3, ELSEWHERE)]),
+        PAIR,
+    ),
+    "a rank receives too many tokens": Fault(
+        "sharing_as_asked",
+        replace(pair, sharing=Sharing(max_received=1)),
+        sharing([(0, 0, 2, -1)], [(1, 0, 3, -1), (0, 2, 3, ELSEWHERE)]),
         PAIR,
     ),
     "a part lacks the token before it": Fault(

@@ -122,10 +122,9 @@ def overflow_as_asked(plan: Plan) -> list[str]:
     sample, length = plan.whole_segments.sample, plan.whole_segments.length
     kept = sum_by(sample, length, count).astype(np.int64)
     num_segments = np.bincount(sample, minlength=count)
-    # Samples that are too long, and segments that are. What ranks share is divided as needed.
+    # Samples that are too long, and segments that are. What ranks share is not split.
     over = np.zeros(count, bool) if limit is None else plan.lengths > limit
-    shared = plan.segments.sample[plan.segments.is_shared]
-    over[shared], num_segments[shared] = False, 1
+    num_segments[plan.segments.sample[plan.segments.is_shared]] = 1
     beyond = length > (limit or int(length.max(initial=0)))
     # What happened to each sample, by the policy that allows it.
     faults = {
@@ -489,6 +488,29 @@ def shared_in_one_wave(plan: Plan) -> list[str]:
     return wrong + _named(sample[odd], "is shared, but not all its parts see what is before them")
 
 
+def sharing_as_asked(plan: Plan) -> list[str]:
+    """No sample is shared by more ranks, and no rank receives more tokens, than asked for."""
+    recipe, segments = plan.recipe, plan.segments
+    shared = np.unique(segments.sample[segments.is_shared])
+    if recipe.sharing is None or not len(shared):
+        return []
+    parts = np.bincount(segments.sample)
+    most = recipe.sharing.most_ranks or plan.num_ranks
+    wrong = _named(shared[parts[shared] > most], f"is shared by more than {most} ranks")
+    # By default, a rank receives at most its budget, or the longest sample of the step.
+    limit = np.full(plan.num_micro_batches, recipe.sharing.max_received or recipe.capacity)
+    if recipe.sharing.max_received is None:
+        step = plan.cell_of_micro_batch // plan.num_ranks
+        longest = np.zeros(plan.num_steps, np.int64)
+        ends = plan.ends(segments.sample)
+        aligned = -(-ends // recipe.topology.alignment) * recipe.topology.alignment
+        np.maximum.at(longest, step[plan.micro_batch_of_segment], aligned)
+        limit = np.maximum(limit, longest[step])
+    received = plan.exchanged[1]
+    sentence = "micro-batch {} receives {} tokens, more than {}"
+    return wrong + _faults(received > limit, sentence, received, limit)
+
+
 def exchanges_agree(plan: Plan) -> list[str]:
     """Ranks receive what others send, and a part sees exactly the tokens before it."""
     wrong: list[str] = []
@@ -550,6 +572,7 @@ CHECKS: dict[str, Callable[[Plan], list[str]]] = {
         positions_continue,
         prefixes_equal,
         shared_in_one_wave,
+        sharing_as_asked,
         exchanges_agree,
     )
 }

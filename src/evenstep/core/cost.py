@@ -73,6 +73,11 @@ class Cost:
                 "cost.per_segment above 0."
             )
 
+    def __setstate__(self, state: list[float | None]) -> None:
+        # Costs that were pickled before ranks shared sequences have four fields.
+        for name, value in zip(self.__slots__, (*state, None, None), strict=False):
+            object.__setattr__(self, name, value)
+
     @classmethod
     def tokens(cls) -> Cost:
         """One per token: the linear model that most systems use."""

@@ -8,28 +8,30 @@ hold the longest ones and divide them; the rest is planned unshared.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from evenstep.core.ragged import (
+    ELSEWHERE,
     FloatArray,
     IntArray,
     Segments,
     divided_up,
     offsets_of,
-    ranges_of,
 )
 from evenstep.core.recipe import Recipe
 from evenstep.errors import PlanError
+from evenstep.planning.kernels import kernel, rise, sink
 from evenstep.planning.step import DecidedStep, decide_step
 from evenstep.planning.trees import time_of
 from evenstep.planning.units import Units
 
-ELSEWHERE = -2
-from evenstep.planning.kernels import kernel, rise, sink
-
 _LEVEL = 1.0003  # loads over their mean that are level
+_OVER = 1.02  # loads over the level that a part is divided to avoid
+_WORTH = 0.1  # of the level is worth a part
 _LOOK = 8  # ranks that are asked for room
 
 
@@ -37,7 +39,6 @@ _LOOK = 8  # ranks that are asked for room
 def share_wave(
     size: IntArray,
     cost: FloatArray,
-    whole: IntArray,
     extra: FloatArray,
     caps: FloatArray,
     capacity: int,
@@ -52,18 +53,22 @@ def share_wave(
 ) -> tuple[float, IntArray]:
     """(the load of the slowest rank, the parts) of a wave with these units, dearest first.
 
-    A part is (unit, start, end, rank). Units of which `whole` is 1 are never divided. The load is
-    infinite and there are no parts if units do not fit.
+    A part is (unit, start, end, rank). The load is infinite and there are no parts if units do not
+    fit.
     """
     n, limits = size.shape[0], caps.shape[0]
     most = n + 6 * ranks + 8
-    unit_of, start, end = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    unit_of, start, end = (
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+    )
     rank_of, later = np.empty(most, np.int64), np.empty(most, np.int64)
     after = np.empty(most, np.int64)  # the next part on the same rank
     first = np.empty(ranks, np.int64)
     used, sent, received = np.empty(ranks, np.int64), np.empty(ranks), np.empty(ranks)
     work, load, held = np.empty(ranks), np.empty(ranks), np.empty((ranks, limits))
-    parts_of = np.empty(n, np.int64)
+    parts_of, cuts = np.empty(n, np.int64), np.empty(ranks + 1, np.int64)
     heap, aside = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
     items, item_cost = np.empty(n, np.int64), np.empty(n)
     count = np.zeros(1, np.int64)
@@ -97,6 +102,17 @@ def share_wave(
             return False
         for d in range(limits):
             if held[r, d] + extra[u, d] > caps[d]:
+                return False
+        return True
+
+    def can_swap(a: int, b: int, p: int, q: int) -> bool:
+        """Whether unit a of rank p and unit b of rank q have room in each other's place."""
+        more = size[a] - size[b]
+        if used[q] + more > capacity or used[p] - more > capacity:
+            return False
+        for d in range(limits):
+            more = extra[a, d] - extra[b, d]
+            if held[q, d] + more > caps[d] or held[p, d] - more > caps[d]:
                 return False
         return True
 
@@ -156,48 +172,73 @@ def share_wave(
         put(at, old)
         put(new, r)
 
-    total = cost.sum()
-    level, best, none = total / ranks, np.inf, np.empty((0, 4), np.int64)
-    chosen = none
-    for _ in range(4):
+    def split(u: int, level: float, free: int) -> int:
+        """How many parts are peeled from the end of unit u; -1 if it cannot be divided so.
+
+        They start at `cuts`. With too few parts, each has more than the level.
+        """
+        if size[u] <= capacity and cost[u] <= level * _LEVEL:
+            return 0
+        while level < 2 * cost[u]:
+            e, parts = size[u], 0
+            while e > capacity or price(0, e) + per_moved * e * parts > level * _LEVEL:
+                s = max(boundary(e, parts, level), round_up(e - capacity))
+                s = min(s, most_received // unit * unit, (e - 1) // unit * unit)
+                if s <= 0:
+                    return parts
+                if parts + 2 > most_parts or parts >= free or e - s > capacity:
+                    parts = -1
+                    break
+                cuts[parts] = s
+                parts, e = parts + 1, s
+            if parts >= 0:
+                return parts
+            level *= 1.03
+        return -1
+
+    def others(level: float) -> float:
+        """The mean load of the ranks that no peeled part has; infinite if there are none."""
+        left, free = cost.sum(), ranks
+        for u in range(n):
+            if size[u] <= capacity and cost[u] <= level * _LEVEL:
+                break
+            parts = split(u, level, free)
+            if parts > 0:
+                free -= parts
+                head = cuts[parts - 1]
+                left += price(0, head) + per_moved * head * parts - cost[u]
+        return left / free if free > 0 else np.inf
+
+    # The level at which ranks of peeled parts and all others have the same load.
+    level, best, chosen = cost.sum() / ranks, np.inf, np.empty((0, 4), np.int64)
+    above = level
+    while others(above) > above:
+        above *= 1.1
+    for _ in range(12 if above > level else 0):
+        middle = (level + above) / 2
+        if others(middle) > middle:
+            level = middle
+        else:
+            above = middle
+    level = above
+    for _ in range(3):
         count[0] = 0
         parts_of[:] = 1
         first[:], used[:], work[:], sent[:], received[:], load[:] = -1, 0, 0.0, 0.0, 0.0, 0.0
         held[:] = 0.0
-        feasible, taken, num_items, e, behind = True, 0, 0, 0, 0
+        feasible, taken, num_items = True, 0, 0
         # Peel parts from the end of units above the level, each for a rank of its own.
         for u in range(n):
-            if size[u] <= capacity and (cost[u] <= level * _LEVEL or whole[u]):
+            parts = split(u, level, ranks - taken)
+            feasible = feasible and parts >= 0
+            if parts <= 0:
                 continue
-            if whole[u]:
-                feasible = False
-                break
-            share, before, short = level, count[0], True
-            while short and share < 2 * cost[u]:  # with too few parts, each has more
-                count[0], e, behind, short = before, size[u], 0, False
-                while e > capacity or price(0, e) + per_moved * e * behind > share * _LEVEL:
-                    s = max(boundary(e, behind, share), round_up(e - capacity))
-                    s = min(s, most_received // unit * unit, (e - 1) // unit * unit)
-                    if s <= 0:
-                        break
-                    behind += 1
-                    if behind >= most_parts or taken + behind > ranks or e - s > capacity:
-                        short = True
-                        break
-                    add(u, s, e, behind - 1)
-                    e = s
-                share *= 1.03
-            if short or e > capacity:
-                feasible = False
-                break
-            if behind == 0:
-                continue
-            parts_of[u] = behind + 1
-            for at in range(before, count[0]):
-                put(at, taken)
-                taken += 1
-            items[num_items] = add(u, 0, e, behind)
-            item_cost[num_items] = price(0, e) + per_moved * e * behind
+            parts_of[u], e = parts + 1, size[u]
+            for k in range(parts):
+                put(add(u, cuts[k], e, k), taken)
+                taken, e = taken + 1, cuts[k]
+            items[num_items] = add(u, 0, e, parts)
+            item_cost[num_items] = price(0, e) + per_moved * e * parts
             num_items += 1
         if not feasible:
             level *= 1.05
@@ -213,9 +254,7 @@ def share_wave(
         while next_item < num_items or u < n:
             while u < n and parts_of[u] > 1:
                 u += 1
-            if next_item < num_items and (
-                u >= n or item_cost[by_cost[next_item]] >= cost[u]
-            ):
+            if next_item < num_items and (u >= n or item_cost[by_cost[next_item]] >= cost[u]):
                 at = items[by_cost[next_item]]
                 next_item += 1
             elif u < n:
@@ -234,33 +273,54 @@ def share_wave(
                 sink(heap, ready, load, 0, True)
                 aside[looked] = r
                 looked += 1
-            if target >= 0:
-                put(at, target)
-                sink(heap, ready, load, 0, True)
-            elif whole[v]:
-                feasible = False
-            else:
-                # Divide it over the room, from the end: first up to the level, then anywhere.
-                for k in range(2 * looked):
-                    r, x = aside[k % looked], s
-                    if has_part(v, r) or count[0] == most:
-                        continue
-                    if k < looked:
-                        x = max(x, boundary(end[at], later[at], level - load[r]))
-                    x = max(x, round_up(end[at] - (capacity - used[r])))
-                    if x >= end[at] or (x > s and parts_of[v] >= most_parts):
-                        continue
-                    if not fits(v, x, end[at], r):
-                        continue
-                    if x == s:
-                        put(at, r)
-                        target = r
+            # Divide what fits nowhere, or only where it exceeds the level, over the room of less
+            # loaded ranks, from the end: first up to the level, then anywhere.
+            over = target < 0 or (looked > 0 and load[target] + price(s, e) > level * _OVER)
+            if over and s == 0 and parts_of[v] == 2 and later[at] == 1:
+                # Its last part takes fewer slots: the rank of that one takes a longer head.
+                last, p = at - 1, rank_of[at - 1]
+                value = level - per_segment
+                slope = per_token + per_moved
+                x = int(2 * value / (slope + np.sqrt(slope * slope + 4 * per_pair * value)))
+                x = min(x // unit * unit, capacity // unit * unit)
+                for k in range(looked if e < x < end[last] and used[p] == end[last] - e else 0):
+                    r = aside[k]
+                    heavier = load[r] + price(x, end[last]) + per_moved * x
+                    if heavier <= level * _OVER and fits(v, x, end[last], r):
+                        take(last)
+                        end[at], start[last] = x, x
+                        put(at, p)
+                        put(last, r)
+                        s = x
                         break
+            for k in range(2 * looked if over else 0):
+                if s == end[at] or (k == looked and target >= 0):
+                    break
+                r, x = aside[k % looked], s
+                if has_part(v, r) or count[0] == most:
+                    continue
+                if k < looked:
+                    if level - load[r] < _WORTH * level:
+                        continue
+                    x = max(x, boundary(end[at], later[at], level - load[r]))
+                x = max(x, round_up(end[at] - (capacity - used[r])))
+                if x >= end[at] or (x > s and parts_of[v] >= most_parts):
+                    continue
+                if not fits(v, x, end[at], r):
+                    continue
+                if x > s:
                     put(add(v, x, end[at], later[at]), r)
                     end[at] = x
                     later[at] += 1
                     parts_of[v] += 1
-                feasible = feasible and target >= 0
+                else:
+                    put(at, r)
+                    s = end[at]
+            if s < end[at] and target >= 0:
+                put(at, target)
+                sink(heap, ready, load, 0, True)
+            elif s < end[at]:
+                feasible = False
             for k in range(looked):
                 heap[ready] = aside[k]
                 ready += 1
@@ -271,61 +331,88 @@ def share_wave(
             level *= 1.05
             continue
         # Level: from the most to the least loaded rank.
-        mean = load.sum() / ranks
-        order = np.argsort(-load)
-        heavy, light, steps = 0, ranks - 1, 0
-        while heavy < light and steps < 4 * ranks and count[0] < most:
-            steps += 1
-            p = order[heavy]
-            excess = load[p] - mean
-            if excess <= mean * (_LEVEL - 1):
-                heavy += 1
-                continue
-            done = False
-            for look in range(min(_LOOK, light - heavy)):
-                q = order[light - look]
-                amount = min(excess, mean - load[q])
-                if amount <= mean * (_LEVEL - 1) / 4:
-                    break
-                # The dearest whole unit of at most the amount, or the shortest part above it.
-                at, move, divide, dearest, shortest = first[p], -1, -1, 0.0, np.inf
-                while at >= 0:
-                    v, s, e = unit_of[at], start[at], end[at]
-                    value = cost[v] if s == 0 and e == size[v] else price(s, e)
-                    if value <= amount * 1.02 and s == 0 and later[at] == 0:
-                        if value > dearest and fits(v, 0, e, q):
-                            move, dearest = at, value
-                    elif (
-                        value > amount
-                        and not whole[v]
-                        and parts_of[v] < most_parts
-                        and e < shortest
-                        and not has_part(v, q)
-                    ):
-                        divide, shortest = at, e
-                    at = after[at]
-                if move >= 0 and (dearest > 0.9 * amount or divide < 0):
-                    take(move)
-                    put(move, q)
-                    done = True
-                elif divide >= 0:
+        for _ in range(3):
+            mean = load.sum() / ranks
+            if load.max() <= mean * _LEVEL:
+                break
+            order = np.argsort(-load)
+            heavy, light, steps = 0, ranks - 1, 0
+            while heavy < light and steps < 4 * ranks and count[0] < most:
+                steps += 1
+                p = order[heavy]
+                excess = load[p] - mean
+                if excess <= mean * (_LEVEL - 1):
+                    heavy += 1
+                    continue
+                done = False
+                for look in range(min(_LOOK, light - heavy)):
+                    q = order[light - look]
+                    if mean - load[q] <= mean * (_LEVEL - 1) / 4:
+                        break
+                    # Exchange whole units, of which none may be one, if both ranks are level then.
+                    low, high = excess * 0.5, mean * _LEVEL - load[q]
+                    give, get, least = -1, -1, np.inf
+                    at = first[p]
+                    while at >= 0:
+                        a = unit_of[at]
+                        if later[at] == 0 and start[at] == 0:
+                            if low <= cost[a] <= high and fits(a, 0, size[a], q):
+                                gap = abs(cost[a] - excess)
+                                if gap < least:
+                                    give, get, least = at, -1, gap
+                            other = first[q] if cost[a] > low else -1
+                            while other >= 0:
+                                b = unit_of[other]
+                                change = cost[a] - cost[b]
+                                if (
+                                    low <= change <= high
+                                    and abs(change - excess) < least
+                                    and later[other] == 0
+                                    and start[other] == 0
+                                    and can_swap(a, b, p, q)
+                                ):
+                                    give, get, least = at, other, abs(change - excess)
+                                other = after[other]
+                        at = after[at]
+                    if give >= 0:
+                        take(give)
+                        if get >= 0:
+                            take(get)
+                            put(get, p)
+                        put(give, q)
+                        done = True
+                        break
+                for look in range(0 if done else min(_LOOK, light - heavy)):
+                    # Else cut the shortest part that costs more than the amount.
+                    q = order[light - look]
+                    amount = min(excess, mean - load[q])
+                    if amount <= mean * (_LEVEL - 1) / 4:
+                        break
+                    at, divide, shortest = first[p], -1, np.inf
+                    while at >= 0:
+                        v, s, e = unit_of[at], start[at], end[at]
+                        if (
+                            e < shortest
+                            and price(s, e) > amount
+                            and parts_of[v] < most_parts
+                            and not has_part(v, q)
+                        ):
+                            divide, shortest = at, e
+                        at = after[at]
+                    if divide < 0:
+                        continue
                     v, s, e = unit_of[divide], start[divide], end[divide]
                     x = max(boundary(e, later[divide], amount), s)
                     x = max(x, e - (capacity - used[q]) // unit * unit)
-                    if x > s and x < e and fits(v, x, e, q):
+                    if s < x < e and price(x, e) > per_moved * x and fits(v, x, e, q):
                         cut(divide, x, q)
                         done = True
-                    elif move >= 0:
-                        take(move)
-                        put(move, q)
-                        done = True
-                if done:
-                    if load[q] >= mean * (2 - _LEVEL):
-                        order[light - look] = order[light]
-                        light -= 1
-                    break
-            if not done:
-                heavy += 1
+                        break
+                if done and load[q] >= mean * (2 - _LEVEL):
+                    order[light - look] = order[light]
+                    light -= 1
+                if not done:
+                    heavy += 1
         slowest = load.max()
         if slowest < best:
             best = slowest
@@ -334,7 +421,7 @@ def share_wave(
                 chosen[at, 0], chosen[at, 1] = unit_of[at], start[at]
                 chosen[at, 2], chosen[at, 3] = end[at], rank_of[at]
         mean = load.sum() / ranks
-        if slowest <= mean * 1.0005 or mean <= level * 1.0002 and slowest > best:
+        if slowest <= mean * 1.0005 or (mean <= level * 1.0002 and slowest > best):
             break
         level = mean
     return best, chosen
@@ -343,20 +430,24 @@ def share_wave(
 _EVEN = 1.002  # times over the ideal from which nothing is shared
 _CLOSE = 1.0005  # times over their bound that are not searched further
 _WAVES = 4  # waves that share, at most
-_FILLS = (0.85, 0.9, 0.95, 0.99)  # of the waves that do not
+_FILLS = (0.85, 0.9, 0.95, 0.98, 0.99)  # of the waves that do not
+_TIGHT = 0.8  # of the slots of a wave that shares: more are hard to divide evenly
+_UNEVEN = 0.005  # of its dearest unit is about what a wave that does not share waits
 _SCORED, _PLANNED = 10, 2  # candidates
+_MORE = 6  # numbers of waves that are tried where a step has to share
 
 
 class _Candidate(NamedTuple):
-    """The first `count` units in `shared` of `waves` waves.
+    """The first `units` in `shared` of `waves` waves, which end at `ends`.
 
-    `bound` is a lower bound on its time.
+    `time` is what it takes at least, with what ranks are likely to wait.
     """
 
-    bound: float
+    time: float
     shared: int
     waves: int
-    count: int
+    units: int
+    ends: tuple[int, ...]
 
 
 class _Sharing:
@@ -364,7 +455,9 @@ class _Sharing:
 
     def __init__(self, segments: Segments, units: Units, recipe: Recipe) -> None:
         sharing, capacity = recipe.sharing, recipe.capacity
-        assert sharing is not None and capacity is not None
+        self.plain = replace(recipe, sharing=None)
+        assert sharing is not None
+        assert capacity is not None
         self.segments, self.recipe, self.original = segments, recipe, units
         self.ranks, self.capacity = recipe.topology.dp, capacity
         over = units.size > capacity
@@ -374,29 +467,44 @@ class _Sharing:
         longest = int(units.size.max(initial=1))
         self.received = sharing.max_received or max(capacity, longest)
         self.parts = sharing.most_ranks or self.ranks
-        self.slots, self.work = offsets_of(self.units.size), np.append(0.0, self.units.cost.cumsum())
-        self.whole = (self.units.count > 1).astype(np.int64)
+        self.slots, self.work = (
+            offsets_of(self.units.size),
+            np.append(0.0, self.units.cost.cumsum()),
+        )
         self.ideal = float(self.work[-1]) / self.ranks
 
     def candidates(self, fewest: int) -> list[_Candidate]:
-        """The most promising candidates with `fewest` waves or one more, the best bound first."""
-        found = set()
+        """The candidates with `fewest` waves or one more, the most promising first."""
         per_wave, total = self.capacity * self.ranks, int(self.slots[-1])
+        counts = set()
+        least = max(divided_up(int(self.slots[self.must]), per_wave), 1)
         for waves in (fewest, fewest + 1):
-            for shared in range(1, min(_WAVES, waves) + 1):
+            for shared in range(least, min(least + _WAVES - 1, waves) + 1):
                 for fill in _FILLS:
                     rest = int(fill * per_wave * (waves - shared))
-                    count = int(np.searchsorted(self.slots, total - rest))
-                    count = max(count, self.must, 1)
+                    count = max(int(np.searchsorted(self.slots, total - rest)), self.must, 1)
                     if self.slots[count] <= per_wave * shared:
-                        found.add((self.bound(shared, waves, count), shared, waves, count))
-        return [_Candidate(*each) for each in sorted(found)]
+                        counts.add((shared, waves, count))
+        return sorted(self.candidate(*each) for each in counts)
 
-    def bound(self, shared: int, waves: int, count: int) -> float:
-        """The ideal, what exchanges and micro-batches cost, and what the rest waits at least."""
-        recipe = self.recipe
-        fixed = shared * recipe.cost.exchange + waves * recipe.cost.per_micro_batch
-        return self.ideal + fixed + self.waiting(count, waves - shared)
+    def candidate(self, shared: int, waves: int, count: int) -> _Candidate:
+        """One candidate: the ideal, what exchanges and micro-batches cost, and waiting."""
+        cost, per_wave = self.recipe.cost, self.capacity * self.ranks
+        # Full waves with a long unit on every rank, then equally many slots in each.
+        large = int((self.units.size[:count] > self.capacity // 2).sum())
+        full = min(large // self.ranks, shared - 1)
+        first, last = self.slots[self.ranks * full], self.slots[count]
+        parts = np.arange(1, shared - full + 1) / (shared - full)
+        ends = np.searchsorted(self.slots, first + (last - first) * parts)
+        # Waves with few slots to spare cannot be even, nor can large units of the rest.
+        fill = (last - first) / (shared - full) / per_wave
+        waits = max(0.0, fill - _TIGHT) * self.ideal / waves
+        waits += self.waiting(count, waves - shared)
+        if count < len(self.units):
+            waits += _UNEVEN * float(self.units.cost[count]) * (waves - shared)
+        time = self.ideal + shared * cost.exchange + waves * cost.per_micro_batch + waits
+        whole = (self.ranks * (wave + 1) for wave in range(full))
+        return _Candidate(time, shared, waves, count, (*whole, *ends.tolist()))
 
     def waiting(self, count: int, waves: int) -> float:
         """A lower bound on what ranks wait in `waves` waves with the units from `count` on.
@@ -408,7 +516,7 @@ class _Sharing:
         if waves == 0 or count == len(cost):
             return 0.0
         if self.recipe.sync_every == "step":
-            return max(0.0, float(cost[count]) - (self.work[-1] - self.work[count]) / self.ranks)
+            return max(0.0, float(cost[count] - (self.work[-1] - self.work[count]) / self.ranks))
         ends = slots[count] + np.arange(min(waves, 8)) * (self.capacity * self.ranks)
         first = np.searchsorted(slots, ends[ends < slots[-1]], "right") - 1
         done = np.append(self.work[first[1:] + 1], self.work[-1]) - self.work[count]
@@ -418,13 +526,11 @@ class _Sharing:
         """(the time of the waves that share, their parts); parts count from the wave's first."""
         cost, units = self.recipe.cost, self.units
         time, waves, first = 0.0, [], 0
-        ends = self.slots[candidate.count] * np.arange(1, candidate.shared + 1) / candidate.shared
-        for end in np.searchsorted(self.slots, ends).tolist():
+        for end in candidate.ends:
             each = slice(first, max(end, first))
             slowest, parts = share_wave(
                 units.size[each],
                 units.cost[each],
-                self.whole[each],
                 units.extra[each],
                 units.caps,
                 self.capacity,
@@ -437,95 +543,99 @@ class _Sharing:
                 cost.per_segment,
                 cost.moved,
             )
-            time += slowest + cost.exchange + cost.per_micro_batch
+            exchange = cost.exchange if (parts[:, 1] > 0).any() else 0.0
+            time += slowest + exchange + cost.per_micro_batch
             waves.append((first, parts))
             first = each.stop
         return time, waves
 
-    def rest(self, candidate: _Candidate) -> DecidedStep | None:
-        """The units that are not in waves that share; None if they do not fit."""
-        waves = candidate.waves - candidate.shared
-        chosen = np.flatnonzero(self.units.of_segment >= candidate.count)
+    def rest(self, candidate: _Candidate, waves: int | None) -> DecidedStep:
+        """The units that are not in waves that share, in so many waves. Raises if none fit."""
+        chosen = np.flatnonzero(self.units.of_segment >= candidate.units)
         if waves == 0 or not len(chosen):
-            return None if len(chosen) else _NOTHING
+            return _NOTHING
         units = self.original.of_segments(chosen)
-        try:
-            return decide_step(self.segments.take(chosen), units, self.recipe, waves)
-        except PlanError:
-            return None
+        return decide_step(self.segments.take(chosen), units, self.plain, waves)
 
     def step(
         self, waves: int, shared: list[tuple[int, IntArray]], rest: DecidedStep
     ) -> DecidedStep:
         """The step whose first waves share, with the rest after them."""
-        segment_of = np.argsort(self.units.of_segment, kind="stable")
-        offsets = offsets_of(self.units.count)
         columns = []
         for wave, (first, parts) in enumerate(shared):
             unit, start, end, rank = parts.T
-            unit = unit + first
-            # All segments of a unit that is not divided, and the one of a unit that is.
-            count = self.units.count[unit]
-            segment = segment_of[ranges_of(offsets[unit], count)]
-            start, end = np.repeat(start, count), np.repeat(end, count)
+            segment = self.order[unit + first]
             length = np.minimum(end, self.segments.length[segment]) - start
-            micro = np.repeat(rank, count) * waves + wave
             parent = np.where(start > 0, ELSEWHERE, -1)
-            columns.append((self.segments.sample[segment], start, length, parent, micro))
+            columns.append(
+                (self.segments.sample[segment], start, length, parent, rank * waves + wave)
+            )
         if len(rest.segments):
             micro = rest.micro // rest.per_rank * waves + len(shared) + rest.micro % rest.per_rank
-            none = np.full(len(micro), -1)
-            each = rest.segments
-            columns.append((each.sample, each.start, each.length, none, micro))
-        sample, start, length, parent, micro = (np.concatenate(each) for each in zip(*columns))
-        segments = Segments(sample, start, length, parent)
-        return DecidedStep(segments, micro, np.zeros(len(micro), np.int64), waves, None)
+            whole = rest.segments
+            columns.append(
+                (whole.sample, whole.start, whole.length, np.full(len(micro), -1), micro)
+            )
+        joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
+        row = np.zeros(len(joined[4]), np.int64)
+        return DecidedStep(Segments(*joined[:4]), joined[4], row, waves, None)
+
+    def search(self, fewest: int, time: float) -> DecidedStep | None:
+        """The fastest step that shares; None if none takes less than `time`."""
+        best: DecidedStep | None = None
+        scored, least, cost = [], time, self.recipe.cost
+        # Score candidates by their waves that share and by what the others take at least.
+        for candidate in self.candidates(fewest)[:_SCORED]:
+            if candidate.time >= least:
+                break
+            shared_time, waves = self.share(candidate)
+            ideal = float(self.work[candidate.units]) / self.ranks
+            fixed = candidate.shared * (cost.exchange + cost.per_micro_batch)
+            score = candidate.time - ideal - fixed + shared_time
+            if score < time:
+                scored.append((score, candidate, shared_time, waves))
+            least = min(least, score)
+        # Plan the others of the best.
+        for score, candidate, shared_time, waves in sorted(scored, key=itemgetter(0))[:_PLANNED]:
+            if score >= time:
+                break
+            try:
+                rest = self.rest(candidate, candidate.waves - candidate.shared)
+            except PlanError:
+                continue
+            total = shared_time + (time_of(rest, self.recipe) if rest.per_rank else 0.0)
+            if total < time:
+                best, time = self.step(candidate.waves, waves, rest), total
+        return best
+
+    def one_by_one(self) -> DecidedStep:
+        """A wave for each unit that no rank holds alone, and the others after them."""
+        count, ends = self.must, tuple(range(1, self.must + 1))
+        rest = self.rest(_Candidate(0.0, count, 0, count, ends), None)
+        waves = count + rest.per_rank
+        parts = self.share(_Candidate(0.0, count, waves, count, ends))[1]
+        return self.step(waves, parts, rest)
 
 
-_NOTHING = DecidedStep(
-    Segments([], [], []), np.empty(0, np.int64), np.empty(0, np.int64), 0, None
-)
+_NONE = np.empty(0, np.int64)
+_NOTHING = DecidedStep(Segments(_NONE, _NONE, _NONE), _NONE, _NONE, 0, None)
 
 
-def share_sequences(
-    segments: Segments, units: Units, recipe: Recipe, wanted: int | None
-) -> DecidedStep:
+def share_sequences(segments: Segments, units: Units, recipe: Recipe) -> DecidedStep:
     """Decide one step in which ranks share sequences, or not where that is as fast."""
     sharing = _Sharing(segments, units, recipe)
-    if sharing.ranks == 1:
-        return decide_step(segments, units, recipe, wanted)
     alone, time = None, np.inf
     fewest = divided_up(int(units.size.sum()), sharing.capacity * sharing.ranks)
     if not sharing.must:
-        alone = decide_step(segments, units, recipe, wanted)
+        alone = decide_step(segments, units, sharing.plain, None)
         time, fewest = time_of(alone, recipe), alone.per_rank
-        if time <= sharing.ideal * _EVEN + fewest * recipe.cost.per_micro_batch:
-            return alone
-    # Score candidates by their waves that share and the bound of the others.
-    scored = []
-    least = time
-    for candidate in sharing.candidates(fewest)[:_SCORED]:
-        if candidate.bound >= least:
-            break
-        shared_time, shared = sharing.share(candidate)
-        cost = recipe.cost
-        ideal = (sharing.work[candidate.count]) / sharing.ranks + candidate.shared * (cost.exchange + cost.per_micro_batch)
-        score = candidate.bound - ideal + shared_time
-        if score < least:
-            scored.append((score, candidate, shared_time, shared))
-        least = min(least, score)
-        if score <= candidate.bound * _CLOSE:
-            break
-    best = alone
-    for score, candidate, shared_time, shared in sorted(scored, key=lambda each: each[0])[:_PLANNED]:
-        if score >= time:
-            break
-        rest = sharing.rest(candidate)
-        if rest is None:
-            continue
-        step = sharing.step(candidate.waves, shared, rest)
-        now = shared_time + (time_of(rest, recipe) if rest.per_rank else 0.0)
-        if now < time:
-            best, time = step, now
-    assert best is not None
-    return best
+        even = sharing.ideal * _EVEN + fewest * recipe.cost.per_micro_batch
+        return (
+            alone if time <= even or sharing.ranks == 1 else sharing.search(fewest, time) or alone
+        )
+    # Samples that no rank holds alone: more and more waves, at last one for each of them.
+    for more in range(_MORE):
+        step = sharing.search(fewest + more * (1 + fewest // 8), np.inf)
+        if step is not None:
+            return step
+    return sharing.one_by_one()
