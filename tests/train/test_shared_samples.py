@@ -248,7 +248,9 @@ def test_log_probs_and_kept_values_are_of_whole_sequences() -> None:
     plan, _, ids = three_ranks()
     source = InMemory([{"input_ids": each} for each in ids])
     model = decoder()
-    expected = compute_log_probs(model, [source[i] for i in range(5)], Recipe(layout=Packed(max_tokens=9)))
+    expected = compute_log_probs(
+        model, [source[i] for i in range(5)], Recipe(layout=Packed(max_tokens=9))
+    )
 
     def run(ranks: Any) -> Any:
         mine = copy.deepcopy(model)
@@ -452,7 +454,7 @@ HOWS = [
     "fsdp checkpoint",
     "plain aot",
 ]
-FAST = {("ddp checkpoint", 2), ("fsdp", 2), ("plain aot", 2)}
+FAST = {("ddp checkpoint", 2), ("fsdp", 2)}
 
 
 @pytest.mark.parametrize(

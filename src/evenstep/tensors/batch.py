@@ -191,11 +191,13 @@ class BatchExchange(_Movable):
         self._connected()
         seen = exchange(*rows, self.slots, list(self.sent), list(self.received), self.name)
         parts = seen.split([x[0].numel() for x in rows], dim=1)
-        joined = torch.cat((rows[1], parts[1].unflatten(1, v.shape[1::2])))
-        if not sum(self.received):
-            return k, joined.unflatten(0, v.shape[::2]).transpose(1, 2)
-        keys = torch.cat((rows[0], parts[0].unflatten(1, k.shape[1::2])))
-        return keys.transpose(0, 1)[None], joined.transpose(0, 1)[None]
+        if not sum(self.received):  # one row of zeros
+            return k, v + parts[1].view(v.shape[1], 1, v.shape[3])
+        k, v = (
+            torch.cat((x, part.unflatten(1, x.shape[1:]))).transpose(0, 1)[None]
+            for x, part in zip(rows, parts, strict=True)
+        )
+        return k, v
 
     def sum(self, by_tile: Tensor) -> Tensor:
         """(tiles, ...): values of tiles that are parts of one sample are summed over ranks."""

@@ -1,7 +1,8 @@
 """What ranks exchange inside a forward, with gradients: rows of keys and values, and sums.
 
 Operators of torch take no objects, so ranks are known to them by a name (`name_of`). A compiled
-model calls the same operators.
+model calls the same operators. Their results are always used, also where ranks exchange nothing:
+a compiler drops an operator without use, and other ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -56,18 +57,19 @@ def exchange(
     received: list[int],  # how many from each rank
     ranks: str,
 ) -> Tensor:
-    """(received, entries of k and v): the rows that other ranks send."""
+    """(received, entries of k and v): the rows that other ranks send; one of zeros if none does."""
     CALLS[ranks] += 1
     rows = torch.cat([x.index_select(0, slots).flatten(1) for x in (k, v)], dim=1)
     seen: Tensor = _RANKS[ranks].all_to_all(rows, sent, received)
-    return seen
+    return seen if len(seen) else rows.new_zeros(1, rows.shape[1])
 
 
 @exchange.register_fake  # type: ignore[untyped-decorator]
 def _exchange_fake(
     k: Tensor, v: Tensor, slots: Tensor, sent: list[int], received: list[int], ranks: str
 ) -> Tensor:
-    return k.new_empty(sum(received), k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2])
+    entries = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
+    return k.new_empty(sum(received) or 1, entries)
 
 
 @torch.library.custom_op("evenstep::exchange_backward", mutates_args=())  # type: ignore[untyped-decorator]
@@ -75,10 +77,10 @@ def exchange_backward(
     gradient: Tensor, k: Tensor, v: Tensor, slots: Tensor, sent: list[int], received: list[int],
     ranks: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of k and v, those of all ranks summed in float32; of no slots if none was sent."""
-    rows = _RANKS[ranks].all_to_all(gradient.contiguous(), received, sent)
+    """Gradients of k and v, those of all ranks summed in float32; one zero if nothing was sent."""
+    rows = _RANKS[ranks].all_to_all(gradient[: sum(received)].contiguous(), received, sent)
     if not len(rows):
-        return k.new_empty(0, *k.shape[1:]), v.new_empty(0, *v.shape[1:])
+        return k.new_zeros(1, 1, 1), v.new_zeros(1, 1, 1)
     parts = rows.split([k[0].numel(), v[0].numel()], dim=1)
     dk, dv = (
         sum_rows(part.contiguous(), slots, len(x)).unflatten(1, x.shape[1:])
@@ -91,7 +93,7 @@ def exchange_backward(
 def _backward_fake(
     gradient: Tensor, k: Tensor, v: Tensor, slots: Tensor, sent: list[int], *_: Any
 ) -> tuple[Tensor, Tensor]:
-    dk, dv = (x.new_empty(x.shape[0] if sum(sent) else 0, *x.shape[1:]) for x in (k, v))
+    dk, dv = (x.new_empty(x.shape if sum(sent) else (1, 1, 1)) for x in (k, v))
     return dk, dv
 
 
@@ -102,9 +104,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     how = ctx.sent, ctx.received, ctx.ranks
-    dk, dv = exchange_backward(gradient, *ctx.saved_tensors, *how)
-    gradients = (dk, dv) if sum(ctx.sent) else (None, None)  # nothing to add, nor a pass over it
-    return *gradients, None, None, None, None
+    k, v, slots = ctx.saved_tensors
+    dk, dv = exchange_backward(gradient, k, v, slots, *how)
+    if not sum(ctx.sent):  # no pass over k
+        dk, dv = None, dv.expand_as(v)
+    return dk, dv, None, None, None, None
 
 
 exchange.register_autograd(_differentiate, setup_context=_keep)
