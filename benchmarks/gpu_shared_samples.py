@@ -96,7 +96,8 @@ def gradient_of_parts(device: str, length: int, vocab: int) -> None:
 
     def run(plan: Any, autocast: bool, backend: str | None = None) -> dict[str, Any]:
         """Forwards of all ranks, one after the other, then their backwards from the last one on."""
-        mine, sent, losses = copy.deepcopy(model), {}, []
+        mine, losses = copy.deepcopy(model), []
+        sent: dict[Any, Any] = {}
         for block in mine.blocks:
             block.attention.backend = backend
         ranks = [Loopback(rank, sent) for rank in range(plan.num_ranks)]

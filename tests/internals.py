@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         sample_number,
         sum_by,
     )
-    from evenstep.core.recipe import Balance, Overflow, Scope, Sharing, SyncEvery
+    from evenstep.core.recipe import Balance, Overflow, Scope, SyncEvery
     from evenstep.core.text import one_of, truth_value, whole_number
     from evenstep.data import dataset as measure
     from evenstep.data import feed as feed_module
