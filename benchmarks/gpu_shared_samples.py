@@ -28,6 +28,9 @@ from evenstep.tensors import Collator, attention, cross_entropy
 from tests.internals import BatchExchange, errors_of_parameters
 from tests.shared_plans import plan_of_cells
 
+LONGEST = 16_384
+"""Tokens of a sequence that is compared with float32."""
+
 
 class Idle:
     """A rank of a wave in which it neither sends nor receives."""
@@ -111,6 +114,12 @@ def gradient_of_parts(device: str, length: int, vocab: int) -> None:
             loss.backward()
         return {name: p.grad.double().cpu() for name, p in mine.named_parameters()}
 
+    if length > LONGEST:  # the kernel of float32 would need the whole matrix of scores
+        apart = errors_of_parameters(run(parts, half), run(whole, half))
+        print(
+            f"gradient: {length} tokens, parts and whole in bfloat16 differ by {max(apart.values()):.2e}"
+        )
+        return
     exact = run(whole, False, "causal")
     errors = errors_of_parameters(run(whole, half), exact)
     in_parts = errors_of_parameters(run(parts, half), exact)
