@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from evenstep.core.plan import join_plans, on_fewer_ranks, samples_by_step, step_plan
     from evenstep.core.ragged import (
+        ELSEWHERE,
         FloatArray,
         IntArray,
         Segments,
@@ -187,7 +188,7 @@ if TYPE_CHECKING:
     from evenstep.screen import print_grid, progress
     from evenstep.tensors import batch as batch_module
     from evenstep.tensors import segment_attention
-    from evenstep.tensors.batch import IGNORE_INDEX, Boundaries, Sharding
+    from evenstep.tensors.batch import IGNORE_INDEX, BatchExchange, Boundaries, Sharding
     from evenstep.tensors.collate import Columns
     from evenstep.tensors.head import Factors, Wanted, score
     from evenstep.tensors.losses import Outcome, merge

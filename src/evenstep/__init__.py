@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from evenstep.core.plan import MicroBatch, Plan
     from evenstep.core.prefixes import Prefixes, find_prefixes
     from evenstep.core.ragged import Ragged
-    from evenstep.core.recipe import Limits, Recipe, SecondWork, Steps, Topology, World
+    from evenstep.core.recipe import Limits, Recipe, SecondWork, Sharing, Steps, Topology, World
     from evenstep.core.step import Cursor, Step
     from evenstep.data.planned import PlannedStream
     from evenstep.data.pooled import PooledStream
@@ -49,6 +49,7 @@ __all__ = [
     "Ragged",
     "Recipe",
     "SecondWork",
+    "Sharing",
     "Step",
     "Steps",
     "Topology",
@@ -70,7 +71,15 @@ if not TYPE_CHECKING:
             "core.plan": ["MicroBatch", "Plan"],
             "core.prefixes": ["Prefixes", "find_prefixes"],
             "core.ragged": ["Ragged"],
-            "core.recipe": ["Limits", "Recipe", "SecondWork", "Steps", "Topology", "World"],
+            "core.recipe": [
+                "Limits",
+                "Recipe",
+                "SecondWork",
+                "Sharing",
+                "Steps",
+                "Topology",
+                "World",
+            ],
             "core.step": ["Cursor", "Step"],
             "data.planned": ["PlannedStream"],
             "data.pooled": ["PooledStream"],

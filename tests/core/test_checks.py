@@ -17,6 +17,7 @@ from evenstep import (
     Prefixes,
     Recipe,
     SecondWork,
+    Sharing,
     Steps,
     Topology,
     make_plan,
@@ -25,7 +26,8 @@ from evenstep import (
 from evenstep.errors import PlanError
 from evenstep.testing import assert_valid_plan
 from tests.handmade import handmade
-from tests.internals import CHECKS, Segments, violations_by_check
+from tests.internals import CHECKS, ELSEWHERE, Segments, violations_by_check
+from tests.shared_plans import plan_of_cells
 
 LENGTHS = [5, 3, 7, 2, 6, 4, 1, 8]
 
@@ -70,7 +72,7 @@ class Fault:
         """The plan that `spoil` breaks."""
         lengths = [9, 1, 1, 1, 1, 1, 1, 1] if self.check == "sizes_equal" else LENGTHS
         lengths = TREE_LENGTHS if "prefixes" in self.arguments else lengths
-        return make_plan(lengths, self.recipe, **self.arguments)
+        return make_plan(**{"lengths": lengths, "recipe": self.recipe, **self.arguments})
 
 
 def swap_samples(plan: Plan) -> Plan:
@@ -153,6 +155,13 @@ def two_rows(plan: Plan) -> Plan:
     return changed(plan, row_offsets=np.array([0, 6, 8]), micro_offsets=np.array([0, 2]))
 
 
+def sharing(*ranks: list[tuple[int, int, int, int]]) -> Callable[[Plan], Plan]:
+    """One wave of segments (sample, start, length, parent) of the samples of `pair`."""
+    return lambda plan: plan_of_cells(plan, [[rows] for rows in ranks])
+
+
+pair = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2))
+PAIR = {"lengths": [5, 3]}
 packed = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2))
 counted = Recipe(layout=Packed(max_tokens=8), steps=Steps(micro_batches=2))
 patches = Recipe(layout=Packed(max_tokens=16), limits=Limits(columns={"patches": 5}))
@@ -500,6 +509,52 @@ FAULTS = {
             p, sample=swapped(p.segments.sample, 1, 6), length=swapped(p.segments.length, 1, 6)
         ),
         TREES,
+    ),
+    "one rank has two parts of a sample": Fault(
+        "shared_in_one_wave",
+        pair,
+        sharing([(0, 0, 2, -1), (0, 2, 3, ELSEWHERE)], [(1, 0, 3, -1)]),
+        PAIR,
+    ),
+    "parts of a sample are in different waves": Fault(
+        "shared_in_one_wave",
+        pair,
+        lambda p: plan_of_cells(
+            p, [[[(0, 0, 2, -1)], [(1, 0, 3, -1)]], [[], [(0, 2, 3, ELSEWHERE)]]]
+        ),
+        PAIR,
+    ),
+    "the second part of a sample sees nothing": Fault(
+        "shared_in_one_wave",
+        Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=3)),
+        sharing([(0, 0, 2, -1)], [(0, 2, 1, -1), (1, 0, 3, -1)], [(0, 3, 2, ELSEWHERE)]),
+        PAIR,
+    ),
+    "too many ranks share a sample": Fault(
+        "sharing_as_asked",
+        replace(pair, sharing=Sharing(most_ranks=1)),
+        sharing([(0, 0, 2, -1)], [(1, 0, 3, -1), (0, 2, 3, ELSEWHERE)]),
+        PAIR,
+    ),
+    "a rank receives too many tokens": Fault(
+        "sharing_as_asked",
+        replace(pair, sharing=Sharing(max_received=1)),
+        sharing([(0, 0, 2, -1)], [(1, 0, 3, -1), (0, 2, 3, ELSEWHERE)]),
+        PAIR,
+    ),
+    "a part lacks the token before it": Fault(
+        "exchanges_agree",
+        pair,
+        sharing([(0, 0, 2, -1)], [(1, 0, 3, -1), (0, 3, 2, ELSEWHERE)]),
+        PAIR,
+    ),
+    "the parts before one are in another wave": Fault(
+        "exchanges_agree",
+        pair,
+        lambda p: plan_of_cells(
+            p, [[[(0, 0, 2, -1)], [(1, 0, 3, -1)]], [[], [(0, 2, 3, ELSEWHERE)]]]
+        ),
+        PAIR,
     ),
 }
 

@@ -56,8 +56,9 @@ def test_a_small_tree_lies_in_preorder() -> None:
     assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 6, 9, 11]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 3, 4, 5, 0, 1]]
     assert batch.places.tolist() == [[0, 1, 0, 1, 0, 0, 0, 1, 2, 0, 1]]
-    assert batch.tree.cu_seqlens_k.tolist() == [0, 2, 6, 9, 13, 19, 21]
-    assert batch.tree.key_slots.tolist()[13:19] == [0, 1, 4, 6, 7, 8]
+    assert batch.keys is not None
+    assert batch.keys.cu_seqlens.tolist() == [0, 2, 6, 9, 13, 19, 21]
+    assert batch.keys.slots.tolist()[13:19] == [0, 1, 4, 6, 7, 8]
     assert batch.labels.tolist() == [[2, 3, 4, -100, 5, -100, 6, 7, -100, 9, -100]]
     assert batch.loss_weights.tolist() == [[3, 3, 1, 0, 2, 0, 1, 1, 0, 1, 0]]
     assert batch.unshared.tokens.tolist() == [[token for ids in IDS for token in ids]]
@@ -183,6 +184,8 @@ def test_attention_of_a_tree_is_that_of_its_samples(
 ) -> None:
     torch.manual_seed(seed)
     batch, _ = tree_batch(seed)
+    keys = batch.keys
+    assert keys is not None
     assert batch.tree is not None
     qkv = projections(batch)
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True) if sinks else None
@@ -192,10 +195,9 @@ def test_attention_of_a_tree_is_that_of_its_samples(
         out = attention(q, k, v, batch, backend=backend, **how)
     else:
         flat = [x[0].transpose(0, 1) for x in qkv]
-        tree = batch.tree
         out, _ = varlen(
-            *flat, batch.cu_seqlens, tree.cu_seqlens_k, batch.max_seqlen, tree.max_seqlen_k, True,
-            window or 0, 8**-0.5, softcap or 0.0, sink, tree.key_slots,
+            *flat, batch.cu_seqlens, keys.cu_seqlens, batch.max_seqlen, keys.max_seqlen, True,
+            window or 0, 8**-0.5, softcap or 0.0, sink, keys.slots,
         )  # fmt: skip
         out = out.transpose(0, 1)[None]
     q, k, v = of_samples(batch, qkv)
@@ -246,11 +248,11 @@ def test_flex_attention_of_a_tree_is_that_of_its_segments(
 
 def path_mask(batch: Batch, causal: bool, window: int | None) -> Tensor:
     """(width, width) bool, slot by slot: the keys of a tile are those of its path, in order."""
-    assert batch.tree is not None
+    assert batch.keys is not None
     seen = torch.zeros(batch.width, batch.width, dtype=torch.bool)
-    ends, key_ends = batch.cu_seqlens.tolist(), batch.tree.cu_seqlens_k.tolist()
+    ends, key_ends = batch.cu_seqlens.tolist(), batch.keys.cu_seqlens.tolist()
     for tile in range(len(ends) - 1):
-        keys = batch.tree.key_slots[key_ends[tile] : key_ends[tile + 1]].tolist()
+        keys = batch.keys.slots[key_ends[tile] : key_ends[tile + 1]].tolist()
         for at, slot in enumerate(range(ends[tile + 1] - 1, ends[tile] - 1, -1)):
             place = len(keys) - 1 - at
             near = [abs(each - place) < (window or len(keys)) for each in range(len(keys))]
@@ -330,9 +332,9 @@ def test_the_fastest_backend_of_a_tree_is_chosen_on_cuda(
 def test_keys_that_were_gathered_elsewhere_and_shards_are_refused() -> None:
     batch, _ = tree_batch(0)
     bounds = replace(Boundaries.of(batch), index=None)
-    assert batch.tree is not None
+    assert batch.keys is not None
     q, k, v = projections(batch)
-    keys, values = (each[:, :, batch.tree.key_slots] for each in (k, v))
+    keys, values = (each[:, :, batch.keys.slots] for each in (k, v))
     call = Call(q, keys, values, bounds)
     for name in ("mask", "flex", "causal"):
         assert "gradients" in (why := str(refusal(name, call))) or "sees another" in why

@@ -46,7 +46,9 @@ class Returns(nn.Module):  # type: ignore[misc]
         self.inner, self.form, self.forgets = inner, form, forgets
 
     def forward(self, batch: Batch) -> Any:
-        return self.form(self.inner(replace(batch, tree=None) if self.forgets else batch))
+        return self.form(
+            self.inner(replace(batch, tree=None, keys=None) if self.forgets else batch)
+        )
 
 
 def test_a_check_made_alone_is_made_again_with_other_ranks() -> None:

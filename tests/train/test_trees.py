@@ -407,7 +407,7 @@ class Forgetful(nn.Module):  # type: ignore[misc]
         self.decoder, self.dropout = decoder(), nn.Dropout(0.5)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        return self.decoder(replace(batch, tree=None))
+        return self.decoder(replace(batch, tree=None, keys=None))
 
 
 def rollouts() -> tuple[RolloutBatch, Recipe]:

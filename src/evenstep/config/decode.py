@@ -20,7 +20,7 @@ from evenstep.config.training import LoraSettings, ModelSettings, OptimizerSetti
 from evenstep.config.yaml import is_number
 from evenstep.core.cost import Cost
 from evenstep.core.layout import LAYOUTS, PACKER_NAMES, Layout, Packed
-from evenstep.core.recipe import Limits, Recipe, SecondWork, Steps, Topology
+from evenstep.core.recipe import Limits, Recipe, SecondWork, Sharing, Steps, Topology
 from evenstep.core.text import MOST, short_repr, shorten
 from evenstep.data.corpus import Corpus
 from evenstep.data.pool import Pool
@@ -37,6 +37,7 @@ _PARTS: dict[str, type] = {
     "limits": Limits,
     "second_work": SecondWork,
     "second_work.cost": Cost,
+    "sharing": Sharing,
     "stream": StreamSettings,
     "stream.pool": Pool,
     "model": ModelSettings,

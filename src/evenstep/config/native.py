@@ -167,10 +167,9 @@ def _without_defaults(recipe: Recipe) -> dict[str, Any]:
     default["layout"]["max_tokens"] = None
     given = difference(default, whole)
     given["layout"] = {"kind": kind, **given.get("layout", {})}
-    if recipe.second_work is not None:
-        given["second_work"] = {
-            key: value for key, value in whole["second_work"].items() if value is not None
-        }
+    for name in ("second_work", "sharing"):
+        if whole.get(name) is not None:
+            given[name] = {key: value for key, value in whole[name].items() if value is not None}
     return {"layout": given["layout"], **given}
 
 

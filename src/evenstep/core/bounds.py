@@ -537,6 +537,8 @@ class StepFloor:
         padded = isinstance(self.recipe.layout, Padded)
         by_name = self._padded_times(per_rank) if padded else self._packed_times(per_rank)
         by_name = {"mean": self.mean + calls, "share": self.share + calls, **by_name}
+        if self.recipe.sharing is not None:  # ranks may divide every sequence
+            by_name = {"mean": self.mean + calls}
         names, bounds = list(by_name), np.stack(list(by_name.values()))
         time = bounds.max(axis=0)
         binds = [names[at] for at in (bounds >= time * _EQUAL).argmax(axis=0).tolist()]

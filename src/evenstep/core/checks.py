@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.ragged import FloatArray, IntArray, by_first_appearance, offsets_of, sum_by
+from evenstep.core.ragged import (
+    ELSEWHERE,
+    FloatArray,
+    IntArray,
+    by_first_appearance,
+    offsets_of,
+    sum_by,
+)
 from evenstep.core.text import MOST
 from evenstep.errors import InputError, PlanError
 
@@ -62,7 +69,7 @@ def offsets_nest(plan: Plan) -> list[str]:
     parent = plan.segments.parent
     if parent is not None and not wrong:
         segments = np.diff(plan.segment_offsets)[plan.micro_batch_of_segment]
-        if ((parent < -1) | (parent >= segments)).any():
+        if ((parent < ELSEWHERE) | (parent >= segments)).any():
             wrong.append("a segment has a parent outside of its micro-batch")
     return wrong
 
@@ -115,8 +122,9 @@ def overflow_as_asked(plan: Plan) -> list[str]:
     sample, length = plan.whole_segments.sample, plan.whole_segments.length
     kept = sum_by(sample, length, count).astype(np.int64)
     num_segments = np.bincount(sample, minlength=count)
-    # Samples that are too long, and segments that are.
+    # Samples that are too long, and segments that are. What ranks share is not split.
     over = np.zeros(count, bool) if limit is None else plan.lengths > limit
+    num_segments[plan.segments.sample[plan.segments.is_shared]] = 1
     beyond = length > (limit or int(length.max(initial=0)))
     # What happened to each sample, by the policy that allows it.
     faults = {
@@ -322,9 +330,9 @@ def limits_hold(plan: Plan) -> list[str]:
             continue
         column = np.where(plan.own, plan.columns[name][plan.segments.sample], 0)
         measured.append((name, np.where(alone, 0, plan.sum_by_micro_batch(column)), limit))
-    if plan.segments.behind is not None and recipe.gathered is not None:
+    if (parents := plan.parents) is not None and recipe.gathered is not None:
         # Segments behind a shared prefix gather its keys and their own.
-        keys = np.where(plan.segments.behind > 0, plan.segments.behind + plan.aligned_lengths, 0)
+        keys = np.where(parents >= 0, plan.segments.start + plan.aligned_lengths, 0)
         measured.append(("gathered keys", plan.sum_by_micro_batch(keys), recipe.gathered))
     for name, value, most in measured:
         over = (value > most) & (count > 0)
@@ -458,6 +466,88 @@ def prefixes_equal(plan: Plan) -> list[str]:
     return [names[at] for at in np.flatnonzero(end > most)[:_SHOWN]]
 
 
+def shared_in_one_wave(plan: Plan) -> list[str]:
+    """The parts of a sample that ranks share are in one wave, on different ranks."""
+    segments, parent = plan.segments, plan.segments.parent
+    shared = np.flatnonzero(segments.is_shared)
+    if parent is None or not len(shared):
+        return []
+    micro = plan.micro_batch_of_segment[shared]
+    cell = plan.cell_of_micro_batch[micro]
+    wave, rank = micro - plan.cell_offsets[cell], cell % plan.num_ranks
+    sample, start = segments.sample[shared], segments.start[shared]
+    by = np.lexsort((rank, sample))
+    same = sample[by][1:] == sample[by][:-1]
+    apart = wave[by][1:] != wave[by][:-1]
+    twice = rank[by][1:] == rank[by][:-1]
+    wrong = _named(sample[by][1:][same & apart], "is shared by ranks in different waves")
+    wrong += _named(sample[by][1:][same & twice], "has two parts on one rank")
+    # The first part sees nothing, all others what is before them; none is a prefix of others.
+    expected = np.where(start == 0, -1, ELSEWHERE)
+    odd = (parent[shared] != expected) | ~plan.own[shared]
+    return wrong + _named(sample[odd], "is shared, but not all its parts see what is before them")
+
+
+def sharing_as_asked(plan: Plan) -> list[str]:
+    """No sample is shared by more ranks, and no rank receives more tokens, than asked for."""
+    recipe, segments = plan.recipe, plan.segments
+    shared = np.unique(segments.sample[segments.is_shared])
+    if recipe.sharing is None or not len(shared):
+        return []
+    parts = np.bincount(segments.sample)
+    most = recipe.sharing.most_ranks or plan.num_ranks
+    wrong = _named(shared[parts[shared] > most], f"is shared by more than {most} ranks")
+    # By default, a rank receives at most its budget, or the longest sample of the step.
+    limit = np.full(plan.num_micro_batches, recipe.sharing.max_received or recipe.capacity)
+    if recipe.sharing.max_received is None:
+        step = plan.cell_of_micro_batch // plan.num_ranks
+        longest = np.zeros(plan.num_steps, np.int64)
+        ends = plan.ends(segments.sample)
+        aligned = -(-ends // recipe.topology.alignment) * recipe.topology.alignment
+        np.maximum.at(longest, step[plan.micro_batch_of_segment], aligned)
+        limit = np.maximum(limit, longest[step])
+    received = plan.exchanged[1]
+    sentence = "micro-batch {} receives {} tokens, more than {}"
+    return wrong + _faults(received > limit, sentence, received, limit)
+
+
+def exchanges_agree(plan: Plan) -> list[str]:
+    """Ranks receive what others send, and a part sees exactly the tokens before it."""
+    wrong: list[str] = []
+    if plan.segments.parent is None or not (plan.segments.parent == ELSEWHERE).any():
+        return wrong
+    for number, step in enumerate(plan):
+        for wave in zip(*step, strict=False):
+            sent, received = [], []  # (from, to, sample, start, length), in order
+            for rank, micro in enumerate(wave):
+                segments, exchange = micro.segments, micro.exchange
+                front = np.where(segments.parent == ELSEWHERE, segments.start, 0)
+                if exchange is None:
+                    if front.any():
+                        wrong.append(f"rank {rank} of step {number} has no exchange")
+                    continue
+                parts, rows = segments.take(exchange.sent), np.full
+                columns = parts.sample, parts.start, parts.length
+                sent.append(np.stack((rows(len(parts), rank), exchange.sent_to, *columns)))
+                sample, start = segments.sample[exchange.seen_by], exchange.received_start
+                columns = sample, start, exchange.received
+                to = exchange.received_from, rows(len(sample), rank)
+                received.append(np.stack((*to, *columns)))
+                for at in np.flatnonzero(front).tolist():
+                    seen = np.flatnonzero(exchange.seen_by == at)
+                    seen = seen[np.argsort(start[seen])]
+                    ends = offsets_of(exchange.received[seen])
+                    if not np.array_equal(ends, [*start[seen], front[at]]):
+                        wrong += _named(segments.sample[at : at + 1], "lacks tokens before a part")
+            if not sent:
+                continue
+            tables = [np.concatenate(each, axis=1) for each in (sent, received)]
+            tables = [table[:, np.lexsort((table[1], table[0]))] for table in tables]
+            if not np.array_equal(tables[0], tables[1]):
+                wrong.append(f"ranks of step {number} send other tokens than others receive")
+    return wrong[:_SHOWN]
+
+
 CHECKS: dict[str, Callable[[Plan], list[str]]] = {
     check.__name__: check
     for check in (
@@ -481,6 +571,9 @@ CHECKS: dict[str, Callable[[Plan], list[str]]] = {
         parents_first,
         positions_continue,
         prefixes_equal,
+        shared_in_one_wave,
+        sharing_as_asked,
+        exchanges_agree,
     )
 }
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.models import PRESETS, read_model_config, text_work, vision_work
+from evenstep.core.models import PRESETS, ModelSize, read_model_config, text_work, vision_work
 from evenstep.core.ragged import FloatArray
 from evenstep.core.text import (
     MOST,
@@ -26,6 +26,9 @@ from evenstep.errors import ConfigError, InputError
 Part: TypeAlias = Literal["text", "vision"]
 
 _MOST = 1e100
+_OF_SHARING = ("per_moved", "per_exchange")
+# What models of 1.7B to 8B weights need at 50 GB/s and 0.6 to 2.5 ms per layer, in tokens' cost.
+_MOVED, _EXCHANGE = 0.06, 900.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +39,10 @@ class Cost:
     per_pair         cost of L² of a segment of L tokens: attention
     per_segment      cost of a segment
     per_micro_batch  cost of a micro-batch
+    per_moved        cost of a token whose keys and values go to another rank (`Sharing`); by
+                     default 0.06 of a token's
+    per_exchange     cost of a wave in which ranks share sequences, for its exchange in every
+                     layer; by default that of 900 tokens
 
     The unit is up to the user: tokens, FLOPs, seconds. Plans only compare costs. Numbers become
     plain floats: squares of integers may overflow 64 bits, and equal costs must be equal data.
@@ -50,9 +57,13 @@ class Cost:
     per_pair: float = 0.0
     per_segment: float = 0.0
     per_micro_batch: float = 0.0
+    per_moved: float | None = None
+    per_exchange: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("per_token", "per_pair", "per_segment", "per_micro_batch"):
+        names = ["per_token", "per_pair", "per_segment", "per_micro_batch"]
+        names += [name for name in _OF_SHARING if getattr(self, name) is not None]
+        for name in names:
             value = real_field(self, f"cost.{name}")
             if not 0 <= value <= _MOST:
                 raise ConfigError(f"cost.{name} must be in [0, {_MOST:g}], got {value:g}.")
@@ -61,6 +72,11 @@ class Cost:
                 "cost is 0 for every segment. Set cost.per_token, cost.per_pair or "
                 "cost.per_segment above 0."
             )
+
+    def __setstate__(self, state: list[float | None]) -> None:
+        # Costs that were pickled before ranks shared sequences have four fields.
+        for name, value in zip(self.__slots__, (*state, None, None), strict=False):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def tokens(cls) -> Cost:
@@ -222,6 +238,51 @@ class Cost:
         length = lengths.astype(np.float64)
         seen = length if behind is None else length + 2.0 * behind
         return self.per_token * length + self.per_pair * length * seen + self.per_segment
+
+    @property
+    def moved(self) -> float:
+        """`per_moved`, or its default."""
+        return _MOVED * self.per_token if self.per_moved is None else self.per_moved
+
+    @property
+    def exchange(self) -> float:
+        """`per_exchange`, or its default."""
+        return _EXCHANGE * self.per_token if self.per_exchange is None else self.per_exchange
+
+    def with_exchange(
+        self,
+        config: object,
+        *,
+        link: float = 50e9,
+        per_layer: float = 0.0025,
+        flops: float = 494.5e12,
+    ) -> Cost:
+        """This cost in FLOPs with `per_moved` and `per_exchange` of a model.
+
+        `config` is as in `of_config`, or a name. Keys, values and their gradients move in bfloat16
+        over a `link` of so many bytes per second; an exchange takes `per_layer` seconds in each
+        layer; a device computes `flops` per second, by default half the peak of an H100.
+
+        >>> cost = Cost.named("llama-3-8b").with_exchange("llama-3-8b")
+        >>> round(cost.moved / cost.per_token, 3), round(cost.exchange / cost.per_token)
+        (0.058, 879)
+        """
+        for name, value in (("link", link), ("flops", flops)):
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be finite and above 0, got {value:g}.")
+        known = isinstance(config, str) and config in PRESETS
+        model = read_model_config(PRESETS[str(config)] if known else config)
+        size = ModelSize.of(model.section("text"))
+        return replace(
+            self,
+            per_moved=4.0 * size.keys / link * flops,  # 2 bytes, forward and backward
+            per_exchange=per_layer * size.layers * flops,
+        )
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain data for JSON, as in files of earlier versions where fields are at defaults."""
+        data = asdict(self)
+        return {k: v for k, v in data.items() if k not in _OF_SHARING or v is not None}
 
     @property
     def description(self) -> str:

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from evenstep.core.bounds import Floor, StepFloor, bins_bound, pack_bounds, row_bound
 from evenstep.core.layout import Padded
 from evenstep.core.ragged import (
+    ELSEWHERE,
+    BoolArray,
     FloatArray,
     IntArray,
     Segments,
@@ -44,13 +46,14 @@ _BATCH = 8  # samples of a padded batch that stats compare slots with
 
 # The time of a step. A micro-batch has one or two works: its cost, and the second work of its
 # samples. Ranks wait for each other in each of them, so the time of a step is the sum of the times
-# of its works.
+# of its works. Micro-batches of waves in which ranks share sequences also exchange keys and values;
+# ranks meet in these waves, whatever `sync_every` says.
 
 
 class TimeParts(NamedTuple):
     """What a rank spends its time on, in the unit of the cost; a mean over ranks.
 
-    work     real tokens, second work, and the fixed cost of micro-batches
+    work     real tokens, second work, exchanges, and the fixed cost of micro-batches
     padding  slots without a token
     waiting  for slower ranks
     """
@@ -82,6 +85,32 @@ def slowest(work: NDArray[np.generic], sync_every: SyncEvery) -> FloatArray:
 def time_of_works(works: Iterable[NDArray[np.generic]], sync_every: SyncEvery) -> float:
     """The time of one step with these works[rank, wave]: the sum of their times."""
     return float(sum(slowest(work, sync_every) for work in works))
+
+
+def waves_that_share(plan: Plan) -> BoolArray:
+    """Whether each micro-batch is in a wave in which ranks share sequences."""
+    starts = plan.cell_offsets
+    step, counts = plan.cell_of_micro_batch // plan.num_ranks, np.diff(starts)
+    wave = np.arange(plan.num_micro_batches) - np.repeat(starts[:-1], counts)
+    number = step * int(counts.max(initial=1)) + wave
+    return np.isin(number, number[plan.exchanged[1] > 0])
+
+
+def exchange_costs(plan: Plan) -> FloatArray:
+    """What each micro-batch sends or receives, the larger of both, and what its exchanges cost."""
+    if not plan.segments.is_shared.any():
+        return np.zeros(plan.num_micro_batches)
+    cost, moved = plan.recipe.cost, np.maximum(*plan.exchanged)
+    return np.asarray(cost.moved * moved + cost.exchange * waves_that_share(plan), np.float64)
+
+
+def _times(plan: Plan, work: FloatArray, sync_every: SyncEvery | None = None) -> FloatArray:
+    """The time of one work of each step: in waves that share sequences, ranks always wait."""
+    if (sync_every or plan.recipe.sync_every) != "step" or not plan.segments.is_shared.any():
+        return slowest_of_steps(plan, work, sync_every)
+    met = waves_that_share(plan)
+    alone = slowest_of_steps(plan, np.where(met, 0.0, work), "step")
+    return alone + slowest_of_steps(plan, np.where(met, work, 0.0), "micro_batch")
 
 
 def slowest_of_steps(
@@ -120,11 +149,11 @@ def second_costs(plan: Plan, second_work: SecondWork | None = None) -> FloatArra
 
 
 def works_of(plan: Plan, second_work: SecondWork | None = None) -> list[FloatArray]:
-    """The works of each micro-batch: its cost, and its second work if there is one."""
-    second = second_costs(plan, second_work)
+    """The works of each micro-batch: its cost with exchanges, and its second work, if any."""
+    second, first = second_costs(plan, second_work), plan.costs + exchange_costs(plan)
     if second is None:
-        return [plan.costs]
-    return [plan.costs, sum_by(plan.micro_batch_of_segment, second, plan.num_micro_batches)]
+        return [first]
+    return [first, sum_by(plan.micro_batch_of_segment, second, plan.num_micro_batches)]
 
 
 def step_times(
@@ -141,7 +170,7 @@ def step_times(
     [7.0]
     """
     works = works_of(plan, second_work)
-    times = [slowest_of_steps(plan, work, sync_every) for work in works]
+    times = [_times(plan, work, sync_every) for work in works]
     return np.asarray(np.sum(times, axis=0), np.float64)
 
 
@@ -175,7 +204,8 @@ def time_parts(plan: Plan, second_work: SecondWork | None = None) -> TimeParts:
     cost, ranks = plan.recipe.cost, plan.num_ranks
     first, *second = [float(work.sum()) / ranks for work in works_of(plan, second_work)]
     tokens = float(cost.of_lengths(plan.segments.length, plan.segments.behind).sum())
-    work = min(first, (tokens + cost.per_micro_batch * plan.num_micro_batches) / ranks)
+    fixed = cost.per_micro_batch * plan.num_micro_batches + float(exchange_costs(plan).sum())
+    work = min(first, (tokens + fixed) / ranks)
     total = float(step_times(plan, second_work=second_work).sum())
     waiting = max(0.0, total - first - sum(second))
     return TimeParts(work + sum(second), first - work, waiting)
@@ -189,10 +219,17 @@ class Floors:
     """
 
     def __init__(self, plan: Plan) -> None:
-        recipe, segments = plan.recipe, plan.whole_segments
-        self.recipe, self.steps, sample = recipe, plan.num_steps, segments.sample
+        recipe, segments, counted = plan.recipe, plan.whole_segments, plan.own
+        if segments.parent is not None:
+            # What ranks share counts once, in one piece, where its first part is.
+            counted = segments.parent != ELSEWHERE
+            length = np.where(segments.is_shared, plan.ends(segments.sample), segments.length)
+            whole = segments.sample, segments.start, length
+            segments = Segments(*(column[counted] for column in whole))
+        self.segments, self.counted, self.steps = segments, counted, plan.num_steps
+        self.recipe, sample = recipe, segments.sample
         starts = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]]
-        self.starts: IntArray = offsets_of(plan.own.astype(np.int64))[starts]
+        self.starts: IntArray = offsets_of(counted.astype(np.int64))[starts]
         self.aligned = rounded_up(segments.length, recipe.topology.alignment)
         self.whole_costs = recipe.cost.of_lengths(self.aligned)
         self.behind: IntArray | None = None
@@ -260,6 +297,8 @@ class Floors:
         """A lower bound on the micro-batches of each step that are not empty."""
         recipe, layout = self.recipe, self.recipe.layout
         rows = layout.packs_per_micro_batch
+        if recipe.sharing is not None:  # segments divide
+            return divided_up(units.size.sum(axis=1), recipe.capacity or 1)
         if self.limits == ["slots"]:
             packs = units.packs if rows == 1 else None
             return divided_up(pack_bounds(units.size, int(self.caps[0]), packs), rows)
@@ -309,22 +348,25 @@ class StepTable:
         by_wave = [slowest_of_steps(plan, work, "micro_batch") for work in works]
         self.rank_sum: FloatArray = np.sum(by_rank, axis=0)
         self.lock_step: FloatArray = np.sum(by_wave, axis=0)
-        self.time = self.rank_sum if recipe.sync_every == "step" else self.lock_step
+        self.time: FloatArray = np.sum([_times(plan, work) for work in works], axis=0)
         self.ideal = sum_by(step, np.sum(works, axis=0), steps) / ranks
         self.mean_cost = sum_by(step, works[0], steps) / ranks
         self.real = np.bincount(step[self.tokens > 0], minlength=steps)
         # Sums over segments.
         step = np.repeat(np.arange(steps), np.diff(starts))
-        whole, samples = plan.whole_segments, len(plan.lengths)
+        whole, samples = floors.segments, len(plan.lengths)
         self.whole_segments = whole
         self.kept = sum_by(whole.sample, whole.length, samples).astype(np.int64)
         self.num_segments = np.bincount(whole.sample, minlength=samples)
+        self.is_shared = np.zeros(samples, bool)
+        self.is_shared[plan.segments.sample[plan.segments.is_shared]] = True
         in_micro_batch = np.diff(plan.segment_offsets)
         # Segments that exceed the budget or a limit by themselves run alone.
         over = floors.aligned > (MOST if recipe.capacity is None else recipe.capacity)
         for column, cap in zip(floors.taken, floors.caps, strict=True):
             over |= column > cap
-        self.alone = over & (np.repeat(in_micro_batch, in_micro_batch)[plan.own] == 1)
+        alone = np.repeat(in_micro_batch, in_micro_batch)[floors.counted] == 1
+        self.alone = over & alone & ~self.is_shared[whole.sample]
         self.batched_slots = _batched_slots(whole, starts, recipe.width_unit)
         self.filled = np.ones(steps, np.int64)
         if recipe.layout.budget is not None:
@@ -442,7 +484,20 @@ def _measure(table: StepTable, steps: slice, width: int | None) -> dict[str, Val
         "tokens_truncated": int(missing.sum()),
         "num_split": int((table.num_segments[samples] > 1).sum()),
         "num_alone": int(table.alone[picked].sum()),
+        **_between_ranks(table, micro, samples),
         **_sharing(table, picked, tokens),
+    }
+
+
+def _between_ranks(table: StepTable, micro: slice, samples: IntArray) -> dict[str, Value]:
+    """The samples that ranks share, the waves in which they do, and the tokens received."""
+    plan = table.plan
+    if plan.recipe.sharing is None:
+        return {}
+    return {
+        "num_shared": int(table.is_shared[samples].sum()),
+        "num_waves_that_share": int(waves_that_share(plan)[micro].sum()) // plan.num_ranks,
+        "tokens_received": int(plan.exchanged[1][micro].sum()),
     }
 
 
@@ -493,9 +548,10 @@ def bottleneck(table: StepTable, steps: slice) -> str:
     # The mean of one rank is its load, which no sample exceeds.
     costs, mean = table.most_expensive[steps], table.mean_cost[steps]
     ratio = np.divide(costs, mean, out=np.zeros(len(mean)), where=mean > 0)
-    if table.plan.num_ranks > 1 and (ratio > _MUCH).any():
+    shares = table.plan.recipe.sharing is not None
+    if table.plan.num_ranks > 1 and (ratio > _MUCH).any() and not shares:
         first = int((ratio > _MUCH).argmax())
-        remedy = f"Use context parallelism, split the sample, {_MORE_SAMPLES}."
+        remedy = f"Set sharing=Sharing(), so that ranks share it, {_MORE_SAMPLES}."
         if table.floors.behind is not None:  # both are refused with prefixes
             remedy = "Take more samples per step (fewer updates)."
         return (

@@ -29,11 +29,12 @@ from evenstep.core.ragged import (
     offsets_of,
     ranges_of,
     rounded_up,
+    sample_name,
     sum_by,
 )
 from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.text import attempt, counted, fill, line
-from evenstep.errors import FileError, InputError
+from evenstep.errors import FileError, InputError, PlanError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +80,85 @@ def place(lengths: IntArray, row_offsets: IntArray, width: int, alignment: int) 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """What one rank sends and receives in a wave that shares samples between ranks.
+
+        rank 0: tokens 0-3 of a sample     rank 1: tokens 4-5     rank 2: tokens 6-8
+        sends 4 tokens to ranks 1 and 2    receives 4, sends 2    receives 4 and 2
+
+    A part of a sample goes to every rank that holds a later one. Parts are sent and received in the
+    order of ranks and, between two ranks, of the segments that see them. Every rank of the wave has
+    an exchange, also with nothing to send. Segments are counted from the first of the micro-batch.
+    """
+
+    ranks: int
+    digest: int
+    """48 bits, equal on all ranks of the wave if they have the same plan."""
+    samples: IntArray
+    """The samples that the wave shares, on all ranks alike."""
+    lengths: IntArray  # of each of these samples, the tokens that run
+    number: IntArray  # of each segment, the index of its sample in `samples`; -1 if it is whole
+    sent: IntArray  # segments
+    sent_to: IntArray  # rank of each, ascending
+    seen_by: IntArray  # of each part received, the segment that sees it
+    received: IntArray  # its tokens
+    received_start: IntArray  # its first token in the sample
+    received_from: IntArray  # its rank, ascending
+
+    def take(self, chosen: IntArray) -> Exchange:
+        """The same for some segments, ascending, which include all parts of shared samples."""
+        sent, seen_by = (np.searchsorted(chosen, at) for at in (self.sent, self.seen_by))
+        return replace(self, number=self.number[chosen], sent=sent, seen_by=seen_by)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfers:
+    """All that ranks exchange in a wave: the tokens of segment `source[i]` go to the rank of
+    segment `target[i]`."""
+
+    segments: Segments
+    source: IntArray
+    target: IntArray
+    rank: IntArray  # of each segment
+    samples: IntArray  # shared in the wave
+    digest: int
+
+    @classmethod
+    def of(
+        cls, segments: Segments, source: IntArray, target: IntArray, rank: IntArray
+    ) -> Transfers:
+        """In the order of the segments that see them."""
+        order = np.lexsort((source, target))
+        source, target = source[order], target[order]
+        columns = (segments.sample, segments.start, segments.length, rank)
+        text = b"".join(column[at].tobytes() for column in columns for at in (source, target))
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
+        return cls(segments, source, target, rank, np.unique(segments.sample[target]), digest)
+
+    def exchange(self, first: int, last: int, ranks: int, lengths: IntArray) -> Exchange:
+        """The exchange of the micro-batch of the segments from `first` up to `last`."""
+        sample, rank = self.segments.sample[first:last], self.rank
+        sent = np.flatnonzero((self.source >= first) & (self.source < last))
+        sent = sent[np.argsort(rank[self.target[sent]], kind="stable")]
+        seen = np.flatnonzero((self.target >= first) & (self.target < last))
+        seen = seen[np.argsort(rank[self.source[seen]], kind="stable")]
+        number = np.searchsorted(self.samples, sample)
+        return Exchange(
+            ranks=ranks,
+            digest=self.digest,
+            samples=self.samples,
+            lengths=lengths,
+            number=np.where(np.isin(sample, self.samples), number, -1),
+            sent=self.source[sent] - first,
+            sent_to=rank[self.target[sent]],
+            seen_by=self.target[seen] - first,
+            received=self.segments.length[self.source[seen]],
+            received_start=self.segments.start[self.source[seen]],
+            received_from=rank[self.source[seen]],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """Rows times width. Row i holds `segments[row_offsets[i]:row_offsets[i + 1]]`, end to end.
 
@@ -103,6 +183,13 @@ class MicroBatch:
     """The group of each segment, if the plan keeps groups in one micro-batch; else None."""
     width_unit: int = 1
     """Widths are multiples of this (`Recipe.width_unit`)."""
+    exchange: Exchange | None = None
+    """What ranks exchange in this wave; None if it shares no sample between ranks."""
+
+    def __setstate__(self, state: list[Any]) -> None:
+        # Micro-batches that were pickled before there were exchanges have eight fields.
+        for name, value in zip(self.__slots__, (*state, None), strict=False):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def one_row(cls, lengths: Sequence[int], width: int | None = None) -> MicroBatch:
@@ -158,6 +245,14 @@ class MicroBatch:
 
     def without(self, samples: Sequence[int]) -> MicroBatch:
         """The same rows and width without these samples; their slots become padding."""
+        if self.exchange is not None:
+            shared = np.intersect1d(self.exchange.samples, samples)
+            if len(shared):
+                raise InputError(
+                    f"sample {sample_name(int(shared[0]))} cannot be left out: it is shared "
+                    f"between ranks, which rely on each other's parts. Repair or remove it in the "
+                    f"source, or plan without sharing."
+                )
         # How many of the segments that stay come before each: where rows start then.
         keep = np.isin(self.segments.sample, np.asarray(samples, np.int64), invert=True)
         keep = self._with_ancestors(keep)
@@ -167,8 +262,10 @@ class MicroBatch:
     def renumbered(self, numbers: IntArray) -> MicroBatch:
         """The same with sample i numbered `numbers[i]`, for example with its id in a source."""
         segments = self.segments
-        named = replace(segments, sample=numbers[segments.sample])
-        return replace(self, segments=named)
+        named, exchange = replace(segments, sample=numbers[segments.sample]), self.exchange
+        if exchange is not None:
+            exchange = replace(exchange, samples=numbers[exchange.samples])
+        return replace(self, segments=named, exchange=exchange)
 
     @property
     def own(self) -> BoolArray:
@@ -247,7 +344,7 @@ class MicroBatch:
             segments = replace(
                 segments,
                 sample=self.segments.sample[user],
-                parent=np.where(segments.parent < 0, -1, above),
+                parent=np.where(segments.parent < 0, segments.parent, above),
             )
         return replace(
             self,
@@ -257,6 +354,7 @@ class MicroBatch:
             sample_lengths=self.sample_lengths[user],
             truncated_to=self.sample_ends[user],
             groups=None if self.groups is None else self.groups[user],
+            exchange=None if self.exchange is None else self.exchange.take(chosen),
         )
 
 
@@ -361,24 +459,25 @@ class Plan:
             raise IndexError(
                 f"step {step} is out of range: the plan has {counted(self.num_steps, 'step')}"
             )
-        first = step % self.num_steps * self.num_ranks
+        step %= self.num_steps
         if not rest:
-            return [self._cell(first + rank) for rank in range(self.num_ranks)]
+            return self._cells(step, range(self.num_ranks))
         if not 0 <= rest[0] < self.num_ranks:
             raise IndexError(
                 f"rank {rest[0]} is out of range: the plan has ranks 0 to {self.num_ranks - 1}"
             )
-        return self._cell(first + rest[0])
+        return self._cells(step, rest)[0]
 
     def __iter__(self) -> Iterator[list[list[MicroBatch]]]:
         """The steps, each as `plan[step]`."""
         return (self[step] for step in range(self.num_steps))
 
-    def _cell(self, cell: int) -> list[MicroBatch]:
-        start, end = self.cell_offsets[cell : cell + 2]
-        return [self._micro(micro) for micro in range(start, end)]
+    def _cells(self, step: int, ranks: Sequence[int]) -> list[list[MicroBatch]]:
+        exchanges, first = self._exchanges(step, ranks), step * self.num_ranks
+        ends = [self.cell_offsets[first + rank :][:2].tolist() for rank in ranks]
+        return [[self._micro(micro, exchanges.get(micro)) for micro in range(*e)] for e in ends]
 
-    def _micro(self, micro: int) -> MicroBatch:
+    def _micro(self, micro: int, exchange: Exchange | None) -> MicroBatch:
         rows = self.row_offsets[self.micro_offsets[micro] : self.micro_offsets[micro + 1] + 1]
         segments = self.segments.take(slice(int(rows[0]), int(rows[-1])))
         together = self.groups if self.recipe.groups == "micro_batch" else None
@@ -391,6 +490,7 @@ class Plan:
             self.ends(segments.sample),
             None if together is None else together[segments.sample],
             self.recipe.width_unit,
+            exchange,
         )
 
     def ends(self, samples: IntArray) -> IntArray:
@@ -463,9 +563,10 @@ class Plan:
 
     @property
     def parents(self) -> IntArray | None:
-        """The parent of each segment, counted from the first segment of the plan; -1 for none."""
+        """The parent of each segment, counted from the first segment of the plan; -1 for none in
+        its micro-batch. None if no segment has one there."""
         parent = self.segments.parent
-        if parent is None:
+        if parent is None or not self.segments.shares_slots:
             return None
         first = self.segment_offsets[:-1][self.micro_batch_of_segment]
         return np.where(parent < 0, -1, parent + first)
@@ -473,9 +574,10 @@ class Plan:
     @property
     def whole_segments(self) -> Segments:
         """The samples' own segments, each with the tokens that it sees in front of itself."""
-        segments, behind = self.segments, self.segments.behind
-        if behind is None:
+        segments, parents = self.segments, self.parents
+        if parents is None:
             return segments
+        behind = np.where(parents < 0, 0, segments.start)
         columns = segments.sample, segments.start - behind, segments.length + behind
         return Segments(*(column[self.own] for column in columns))
 
@@ -485,6 +587,40 @@ class Plan:
         if self.prefix_order is None or self.prefix_shared is None:
             return None
         return Prefixes(self.prefix_order, self.prefix_shared)
+
+    # Samples shared between ranks ----------------------------------------------------------------
+
+    @property
+    def exchanged(self) -> tuple[IntArray, IntArray]:
+        """(tokens sent, tokens received) of each micro-batch, if ranks share samples; else 0."""
+        source, target = self.segments.transfers()
+        micro, length = self.micro_batch_of_segment, self.segments.length[source]
+        sent, received = (
+            sum_by(micro[at], length, self.num_micro_batches).astype(np.int64)
+            for at in (source, target)
+        )
+        return sent, received
+
+    def _exchanges(self, step: int, ranks: Sequence[int]) -> dict[int, Exchange]:
+        """The exchanges of these ranks in a step, by micro-batch, of waves that share samples."""
+        if self.segments.parent is None:
+            return {}
+        cells = self.cell_offsets[step * self.num_ranks : (step + 1) * self.num_ranks + 1]
+        offsets = self.segment_offsets[cells[0] : cells[-1] + 1]
+        segments = self.segments.take(slice(int(offsets[0]), int(offsets[-1])))
+        source, target = segments.transfers()
+        # Of each segment: its micro-batch, its rank, its wave.
+        micro = np.repeat(np.arange(cells[0], cells[-1]), np.diff(offsets))
+        rank = np.searchsorted(cells, micro, side="right") - 1
+        wave, exchanges = micro - cells[rank], {}
+        for number in np.unique(wave[target]).tolist():
+            here = wave[target] == number
+            transfers = Transfers.of(segments, source[here], target[here], rank)
+            lengths = self.ends(transfers.samples)
+            for each in (cells[list(ranks)] + number).tolist():
+                first, last = (offsets[each - cells[0] :][:2] - offsets[0]).tolist()
+                exchanges[each] = transfers.exchange(first, last, self.num_ranks, lengths)
+        return exchanges
 
     # Order of samples --------------------------------------------------------------------------
 
@@ -703,6 +839,7 @@ def on_fewer_ranks(plan: Plan, ranks: int) -> Plan:
     """
     if ranks == plan.num_ranks:
         return plan
+    refuse_shared(plan, ranks)
     # 2 micro-batches on 4 ranks: 0 1 | 2 3 | 4 5 | 6 7, as waves 0 2 4 6 | 1 3 5 7; on 2 ranks:
     # 0 4 1 5 | 2 6 3 7
     numbers = np.arange(plan.num_micro_batches).reshape(plan.num_ranks, -1)
@@ -722,6 +859,15 @@ def on_fewer_ranks(plan: Plan, ranks: int) -> Plan:
     )
 
 
+def refuse_shared(plan: Plan, ranks: int) -> None:
+    """Raise if a plan cannot run on another number of ranks, because its ranks share samples."""
+    if ranks != plan.num_ranks and plan.segments.is_shared.any():
+        raise PlanError(
+            f"the plan shares samples between its {plan.num_ranks} ranks, so it cannot run on "
+            f"{ranks}. Run it on {plan.num_ranks} ranks, or plan for {ranks}."
+        )
+
+
 def recipe_on_fewer_ranks(recipe: Recipe, ranks: int) -> Recipe:
     """The recipe of `on_fewer_ranks`: a rank has more micro-batches, and sizes may differ."""
     if ranks == recipe.topology.dp:
@@ -730,7 +876,7 @@ def recipe_on_fewer_ranks(recipe: Recipe, ranks: int) -> Recipe:
     if steps.micro_batches is not None:
         steps = Steps(micro_batches=times * steps.micro_batches)
     topology = replace(recipe.topology, dp=ranks)
-    return replace(recipe, topology=topology, steps=steps, equal_sizes=False)
+    return replace(recipe, topology=topology, steps=steps, equal_sizes=False, sharing=None)
 
 
 def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:

@@ -149,6 +149,10 @@ def divided_up(number: Whole, by: int) -> Whole:
     return -(-number // by)
 
 
+ELSEWHERE = -2
+"""The parent of a segment whose sample is shared between ranks, and which is not its first part."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
     """Columns of equal length: segment i is `length[i]` tokens of `sample[i]` from `start[i]`.
@@ -163,7 +167,8 @@ class Segments:
     length: IntArray
     parent: IntArray | None = None
     """The segment that each one sees in front of itself, counted from the first segment of its
-    micro-batch; -1 for none. None if no segment has one."""
+    micro-batch; -1 for none. `ELSEWHERE` if it sees all tokens before it in its own sample, which
+    other ranks hold in the same wave. None if no segment sees another one."""
 
     def __post_init__(self) -> None:
         for name in ("sample", "start", "length"):
@@ -187,7 +192,33 @@ class Segments:
     @property
     def behind(self) -> IntArray | None:
         """The tokens that each segment sees in front of itself; None if no segment has a parent."""
-        return None if self.parent is None else np.where(self.parent < 0, 0, self.start)
+        return None if self.parent is None else np.where(self.parent == -1, 0, self.start)
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether a segment sees another one in its own micro-batch: samples share a prefix."""
+        return self.parent is not None and bool((self.parent >= 0).any())
+
+    @property
+    def is_shared(self) -> BoolArray:
+        """Whether each segment is a part of a sample that is shared between ranks.
+
+        Of all segments of a wave: the first part of a sample does not say that others follow it.
+        """
+        if self.parent is None:
+            return np.zeros(len(self), bool)
+        return np.isin(self.sample, self.sample[self.parent == ELSEWHERE])
+
+    def transfers(self) -> tuple[IntArray, IntArray]:
+        """(the segments that are sent, those that see them) of samples shared between ranks.
+
+        Each part of a sample goes to all later ones: three parts 4, 1, 7 -> [4, 4, 1], [1, 7, 7].
+        """
+        shared = np.flatnonzero(self.is_shared)
+        parts = shared[np.lexsort((self.start[shared], self.sample[shared]))]
+        first = np.searchsorted(self.sample[parts], self.sample[parts])  # part of the same sample
+        before = np.arange(len(parts)) - first
+        return parts[ranges_of(first, before)], np.repeat(parts, before)
 
     def take(self, index: IntArray | slice) -> Segments:
         """The segments at `index`, in that order; of whole micro-batches if they have parents."""

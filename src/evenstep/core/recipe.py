@@ -159,6 +159,27 @@ class SecondWork:
         return 1.0 if self.cost is not None or not second else first / second
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """Ranks share long sequences: several ranks of a wave compute one of them together.
+
+    most_ranks    the most ranks that share a sequence; by default all
+    max_received  the most tokens whose keys and values a rank receives in a wave; by default the
+                  larger of the budget and the longest sample
+
+    >>> Sharing(most_ranks=4).most_ranks
+    4
+    """
+
+    most_ranks: int | None = None
+    max_received: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("most_ranks", "max_received"):
+            if getattr(self, name) is not None:
+                whole_field(self, f"sharing.{name}")
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """One data-parallel rank of `size`. It is passed explicitly, never looked up.
@@ -352,6 +373,7 @@ class Recipe(Derived):
     overflow     what happens to a sample that is longer than a micro-batch can hold: an error, a
                  micro-batch of its own (`alone`), or it is truncated, split or dropped
     seed         for packers that use random numbers (`first_fit_shuffle`, or one of your own)
+    sharing      whether ranks share long sequences; None: every sample runs on one rank
     """
 
     layout: Layout
@@ -368,6 +390,7 @@ class Recipe(Derived):
     min_saving: float | None = None
     overflow: Overflow = "error"
     seed: int = 0
+    sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
         # Parts of another type are refused first, with the constructor that was meant.
@@ -386,6 +409,8 @@ class Recipe(Derived):
             raise ConfigError(
                 f"second_work must be SecondWork or None, got {short_repr(self.second_work)}."
             )
+        if not isinstance(self.sharing, Sharing | None):
+            raise ConfigError(f"sharing must be Sharing or None, got {short_repr(self.sharing)}.")
         if self.min_saving is not None and not 0 <= real_field(self, "min_saving") < 1:
             raise ConfigError(f"min_saving must be in [0, 1), got {self.min_saving:g}.")
         object.__setattr__(self, "seed", seed_number(self.seed))
@@ -393,6 +418,42 @@ class Recipe(Derived):
         self._check_sizes()
         self.layout.check_options(self)
         self._check_options()
+        if self.sharing is not None:
+            self._check_sharing(self.sharing)
+
+    def __setstate__(self, state: list[Any]) -> None:
+        # Recipes that were pickled before ranks shared sequences have one field less.
+        for each, value in zip(fields(self), (*state, None), strict=False):
+            object.__setattr__(self, each.name, value)
+
+    def _check_sharing(self, sharing: Sharing) -> None:
+        """Raise if ranks cannot share sequences with these settings."""
+        layout, topology, most = self.layout, self.topology, sharing.most_ranks
+        for refused, reason in (
+            (layout.segments_per_row is not None, "a padded layout. Use layout=Packed(...)"),
+            (layout.pad_to is not None, "rows of a fixed width. Set max_tokens instead of pad_to"),
+            (self.capacity is None, "micro-batches without a budget. Set layout.max_tokens"),
+            (topology.cp > 1, f"topology.cp={topology.cp}. Set cp to 1 and raise dp instead"),
+            (topology.pp > 1, f"topology.pp={topology.pp}. Set topology.pp to 1"),
+            (layout.packer is not None, "a packer by name. Leave out layout.packer"),
+            (self.balance != "refined", f"balance={self.balance!r}. Use balance='refined'"),
+            (self.equal_sizes or self.equal_tokens, "equal_sizes or equal_tokens. Unset them"),
+            (self.second_work is not None, "second_work. Unset it"),
+            (self.limits.cost is not None, "limits.cost. Lower layout.max_tokens instead"),
+            (self.steps.micro_batches is not None, "steps.micro_batches. Count samples or tokens"),
+            (self.overflow in ("alone", "split"), f"overflow={self.overflow!r}. Use another one"),
+        ):
+            if refused:
+                raise ConfigError(f"sharing cannot be combined with {reason}, or leave it out.")
+        if most is not None and most > topology.dp:
+            raise ConfigError(
+                f"sharing.most_ranks must be at most topology.dp, {topology.dp}, got {most}."
+            )
+        if sharing.max_received is not None and sharing.max_received < topology.alignment:
+            raise ConfigError(
+                f"sharing.max_received must be at least one aligned block, {topology.alignment} "
+                f"tokens, got {sharing.max_received}."
+            )
 
     def _check_sizes(self) -> None:
         """Raise if widths, limits or counts contradict each other."""
@@ -515,9 +576,15 @@ class Recipe(Derived):
     def longest_segment(self) -> int | None:
         """The longest segment that a micro-batch can hold; None if unbounded.
 
-        max_tokens 100 at alignment 16 holds a segment of 96; a limit on cost may allow less.
+        max_tokens 100 at alignment 16 holds a segment of 96; a limit on cost may allow less. Ranks
+        that share sequences hold one of them together.
         """
         unit, capacity = self.topology.alignment, self.capacity
+        if self.sharing is not None and capacity is not None:
+            part, ranks = capacity // unit * unit, self.sharing.most_ranks or self.topology.dp
+            received = self.sharing.max_received  # all but the last part
+            most = MOST if received is None or ranks == 1 else received // unit * unit + part
+            return min(ranks * part, most)
         if self.limits.cost is None:
             return None if capacity is None else capacity // unit * unit
         most = (MOST if capacity is None else capacity) // unit
@@ -536,8 +603,12 @@ class Recipe(Derived):
         """Plain data for JSON; `Recipe.from_dict` reads it back."""
         words = asdict(self)
         parts = {name: words.pop(name) for name in (*_PARTS, "second_work")}
-        if self.limits.gathered is None:  # as in files of earlier versions
+        # As in files of earlier versions.
+        parts["cost"] = self.cost.to_dict()
+        if self.limits.gathered is None:
             del parts["limits"]["gathered"]
+        if self.sharing is None:
+            del words["sharing"]
         # The layout comes last, as in files of earlier versions.
         del words["layout"]
         return {**parts, **words, "layout": self.layout.to_dict()}
@@ -558,6 +629,8 @@ class Recipe(Derived):
         if second is not None:
             cost = None if second["cost"] is None else Cost(**second["cost"])
             data["second_work"] = SecondWork(**{**second, "cost": cost})
+        if data.get("sharing") is not None:
+            data["sharing"] = Sharing(**data["sharing"])
         return cls(**{**data, "topology": Topology(**topology)})
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from evenstep.core.plan import MicroBatch
 from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.text import MOST
-from evenstep.data.pool import Entry, Measure, Pool, Segment
+from evenstep.data.pool import Entry, Measure, Pool, Segment, refuse_sharing
 from evenstep.data.reader import PoolBatcher
 from evenstep.data.source import Sample, length_of
 from evenstep.errors import ConfigError, InputError, SampleError
@@ -123,6 +123,7 @@ class Feed:
         timeout: float | None = None,
     ) -> None:
         check_recipe(recipe)
+        refuse_sharing(recipe)
         if pool is not None and pool.warmup_tokens is not None:
             raise ConfigError(
                 "pool.warmup_steps has no effect in a feed, which is one step. Leave it out."

@@ -23,11 +23,13 @@ from evenstep.core.plan import (
     Plan,
     on_fewer_ranks,
     recipe_on_fewer_ranks,
+    refuse_shared,
     samples_by_step,
     step_plan,
 )
 from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import (
+    ELSEWHERE,
     FloatArray,
     IntArray,
     Ragged,
@@ -144,15 +146,16 @@ def on_ranks(recipe: Recipe, ranks: int) -> Recipe:
 
 def _whole_samples(micro: MicroBatch) -> tuple[IntArray, ...]:
     """(sample, start, length, sample length, sample end) of each segment of its own; one behind
-    shared prefixes is the whole sample."""
-    segments, parent = micro.segments, micro.segments.parent
-    start, length = segments.start, segments.length
-    columns = segments.sample, start, length, micro.sample_lengths, micro.sample_ends
-    if parent is None:
-        return columns
-    start = np.where(parent < 0, start, 0)
-    columns = segments.sample, start, segments.start + length - start, *columns[3:]
-    own = np.isin(np.arange(len(segments)), parent, invert=True)
+    shared prefixes is the whole sample, and so is the first part of one that ranks share."""
+    segments, parent, ends = micro.segments, micro.segments.parent, micro.sample_ends
+    start, end = segments.start, segments.start + segments.length
+    own = np.ones(len(segments), bool)
+    if parent is not None:
+        start = np.where(parent < 0, start, 0)
+        own = np.isin(np.arange(len(segments)), parent, invert=True) & (parent != ELSEWHERE)
+    if micro.exchange is not None:
+        end = np.where(micro.exchange.number < 0, end, ends)
+    columns = segments.sample, start, end - start, micro.sample_lengths, ends
     return tuple(column[own] for column in columns)
 
 
@@ -219,6 +222,11 @@ class PlannedStream(Stream):
     ) -> None:
         check_recipe(recipe)
         check_names(columns, recipe)
+        if on_error == "skip" and recipe.sharing is not None:
+            raise ConfigError(
+                "on_error='skip' leaves out samples that one rank cannot read, but with sharing "
+                "other ranks rely on them. Use on_error='raise', or plan without sharing."
+            )
         measured = as_measured(source)
         if prefixes is not None:
             prefixes.check(measured.lengths_of(np.arange(len(measured))))
@@ -522,6 +530,8 @@ class PlannedStream(Stream):
         segments, lengths, ends = segments.take(order), lengths[order], ends[order]
         # Ranks need not get equally many segments of a rest: that is not possible in general.
         recipe = on_ranks(replace(plan.recipe, steps=Steps(), equal_sizes=False), ranks)
+        if (segments.start > 0).any():  # parts of split samples are not shared between ranks
+            recipe = replace(recipe, sharing=None)
         try:
             about = self._about(segments.sample)
             if about["prefixes"] is not None:  # what was truncated is not shared
@@ -539,7 +549,8 @@ class PlannedStream(Stream):
             inside = micro.segments
             at = inside.sample
             start = segments.start[at] + inside.start
-            named = Segments(segments.sample[at], start, inside.length, inside.parent)
+            micro = micro.renumbered(segments.sample)
+            named = replace(micro.segments, start=start)
             return replace(micro, segments=named, sample_lengths=lengths[at], truncated_to=ends[at])
 
         return [[with_segments(micro) for micro in micros] for micros in again[0]]
@@ -610,8 +621,8 @@ class PlannedStream(Stream):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether micro-batches may compute what samples share once."""
-        return self._prefixes is not None
+        """Whether micro-batches may compute what samples share once, or parts of samples."""
+        return self._prefixes is not None or self.recipe.sharing is not None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -806,6 +817,7 @@ class SavedPlanStream(PlannedStream):
                 f"the plan is for {plan.num_ranks} ranks, and {ranks} does not divide them. Use "
                 f"{' or '.join(divisors)} ranks, or plan again for {ranks}."
             )
+        refuse_shared(plan, ranks)
         count, ids = len(plan.lengths), plan.sample_ids
         if count != len(source):
             raise InputError(
@@ -874,7 +886,7 @@ class SavedPlanStream(PlannedStream):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether samples of the plan share tokens."""
+        """Whether samples of the plan share tokens, or ranks share samples."""
         return self._plan.segments.parent is not None
 
     @property

@@ -17,6 +17,16 @@ from evenstep.data.source import Sample, loss_tokens_of
 from evenstep.errors import ConfigError, SampleError
 from evenstep.planning.units import refused, segments_of
 
+
+def refuse_sharing(recipe: Recipe) -> None:
+    """Raise if ranks would share samples: a rank of pooled or fed steps knows its own alone."""
+    if recipe.sharing is not None:
+        raise ConfigError(
+            "sharing needs the lengths of all samples of a step before it begins, which pooled "
+            "streams and feeds do not know. Use a PlannedStream, or leave sharing out."
+        )
+
+
 # Segments ----------------------------------------------------------------------------------------
 
 

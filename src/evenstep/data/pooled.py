@@ -18,7 +18,7 @@ from evenstep.core.text import truth_value, whole_number
 from evenstep.data.dataset import MapStyle, as_source
 from evenstep.data.files import refuse_empty
 from evenstep.data.order import EpochOrder, ReaderState, ReaderStates, share_anew
-from evenstep.data.pool import ColumnOf, Measure, Pool
+from evenstep.data.pool import ColumnOf, Measure, Pool, refuse_sharing
 from evenstep.data.reader import (
     EpochSource,
     ItemLengths,
@@ -98,6 +98,7 @@ class PooledStream(Stream):
         count_ahead: bool = False,
     ) -> None:
         check_recipe(recipe)
+        refuse_sharing(recipe)
         source = as_source(source)
         super().__init__(
             source,

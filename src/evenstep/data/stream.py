@@ -423,8 +423,8 @@ def separate_lengths(step: Step, limit: int) -> Step:
     segments = *of_plan, *(micro.segments for micro in step.micro_batches)
     if any(each.parent is not None for each in segments):
         raise ConfigError(
-            f"the samples of step {step.number} share prefixes, so short and long ones cannot be "
-            f"separated. Plan without prefixes."
+            f"the samples of step {step.number} share prefixes, or are shared between ranks, so "
+            f"short and long ones cannot be separated. Plan without prefixes and sharing."
         )
     if plan is not None:
         _check_groups(plan, limit)

@@ -89,8 +89,8 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
             f"{type(model).__name__} has an encoder and a decoder, which take two sequences per "
             f"sample. Pass a forward that gives it both, over padded rows."
         )
-    if batch.tree is not None:
-        _check_tree(batch, model, traits, labels)
+    if batch.tree is not None or batch.exchange is not None:
+        _check_seeing(batch, model, traits, labels)
     real, extras = batch.token_mask, _extras(batch, traits)
     # Ragged entries are end to end in the order of segments, which is that of tokens.
     ragged = {name: e.values for name, e in extras.items() if isinstance(e, RaggedTensor)}
@@ -105,17 +105,20 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
         **{name: extra for name, extra in extras.items() if name not in ragged},
         **media,
     }
-    if one_segment_per_row(batch) and (batch.rows > 1 or not batch.is_full):
+    one_per_row = one_segment_per_row(batch) and batch.exchange is None
+    if one_per_row and (batch.rows > 1 or not batch.is_full):
         # A row of padding attends to itself: softmax over a fully masked row is NaN.
         kwargs["attention_mask"] = (real | ~real.any(1, keepdim=True)).long()
-    elif not ((traits.has_tower and media) or (traits.stateful and one_segment_per_row(batch))):
+    elif not ((traits.has_tower and media) or (traits.stateful and one_per_row)):
         # Not with images: transformers passes these on to the vision tower, which has its own. Nor
         # for a single segment: reference kernels of linear attention refuse all boundaries.
         kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
         kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
-    if (tree := batch.tree) is not None:
-        kwargs |= {"cu_seq_lens_k": tree.cu_seqlens_k, "max_length_k": tree.max_seqlen_k}
-        kwargs["key_slots"] = tree.key_slots  # of evenstep's attention
+    if (keys := batch.keys) is not None:
+        kwargs |= {"cu_seq_lens_k": keys.cu_seqlens, "max_length_k": keys.max_seqlen}
+        kwargs["key_slots"] = keys.slots  # of evenstep's attention
+    if batch.exchange is not None:
+        kwargs["exchange"] = batch.exchange
     if labels:
         kwargs |= loss_inputs(batch, model)
         refuse_router_loss(
@@ -128,16 +131,19 @@ def hf_kwargs(batch: Batch, model: Any = None, *, labels: bool = False) -> dict[
     return traits.accepted(kwargs)
 
 
-def _check_tree(batch: Batch, model: Any, traits: Traits, labels: bool) -> None:
-    """Raise if the model cannot run samples that share prefixes, by its arguments."""
+def _check_seeing(batch: Batch, model: Any, traits: Traits, labels: bool) -> None:
+    """Raise if the model cannot run segments that see others, by its arguments."""
+    what, remedy = "samples cannot share prefixes", "plan without prefixes"
+    if batch.exchange is not None:
+        what, remedy = "ranks cannot share samples", "plan without sharing"
     taken = sorted(batch.unshared.extras.keys() & traits.parameters.keys() - {*_SET_HERE})
     config = None if model is None else text_config(core_of(model))
     why = None
     if getattr(config, "_attn_implementation", None) != "evenstep":
         raise ConfigError(
-            f"the samples of this batch share prefixes, which only Evenstep's attention can run, "
-            f"but {traits.name} has another implementation. Call use_attention(model) of "
-            f"evenstep.integrations.hf_attention and pass the model, or plan without prefixes."
+            f"only Evenstep's attention sees the tokens in front of a segment, but {traits.name} "
+            f"has another implementation, so {what}. Call use_attention(model) of "
+            f"evenstep.integrations.hf_attention and pass the model, or {remedy}."
         )
     if has_mixers(core_of(model)):
         why = "has layers that carry state from token to token, one state per segment"
@@ -149,10 +155,15 @@ def _check_tree(batch: Batch, model: Any, traits: Traits, labels: bool) -> None:
         why = f"takes the extra {taken[0]!r} of each sample"
     elif labels:
         why = "computes its own loss, which sees each slot once"
+    limit = traits.rope_limit
+    if (
+        limit is not None
+        and batch.exchange is not None
+        and max(batch.exchange.lengths) >= limit.tokens
+    ):
+        why = f"changes its rotary frequencies at {limit.tokens} tokens, on each rank for itself"
     if why is not None:
-        raise ConfigError(
-            f"{traits.name} {why}, so samples cannot share prefixes. Plan without prefixes."
-        )
+        raise ConfigError(f"{traits.name} {why}, so {what}. {remedy.capitalize()}.")
 
 
 def _extras(batch: Batch, traits: Traits) -> dict[str, Any]:
@@ -186,13 +197,13 @@ def _extras(batch: Batch, traits: Traits) -> dict[str, Any]:
 
 
 def _positions(batch: Batch, model: Any, traits: Traits, extras: Mapping[str, Any]) -> Tensor:
-    """Positions that start at 0 in each segment, or count on behind a shared prefix.
+    """Positions that start at 0 in each segment, or count on behind what it sees in front.
 
     Those of padding stay below the longest sample: beyond it, longrope would change its frequencies
     and learned positions may not exist.
     """
-    longest = batch.seqlens.max() if batch.tree is None else batch.unshared.seqlens.max()
-    positions = batch.position_ids % longest.clamp(min=1)
+    longest = torch.where(batch.token_mask, batch.position_ids, 0).max() + 1
+    positions = batch.position_ids % longest
     if traits.rope_limit is not None:
         traits.rope_limit.check(batch.unshared)
     if traits.rope_indexer is not None:

@@ -7,7 +7,8 @@
 
 Segments are told apart by `cu_seq_lens_q`, else by `position_ids` that restart. A 2-D padding mask
 is honoured. With neither, each row is one segment. Where samples share prefixes, `key_slots` and
-`cu_seq_lens_k` say which keys a segment sees. Sliding windows, soft caps and sinks are exact.
+`cu_seq_lens_k` say which keys a segment sees; where ranks share samples, `exchange` does too.
+Sliding windows, soft caps and sinks are exact.
 Refused, with an error: chunks, image blocks that see both ways, position biases, a cache, masks of
 other shapes, and every keyword that is not understood.
 """
@@ -34,7 +35,7 @@ from evenstep.integrations.hf_arguments import configs_in, hf_kwargs, traits_of
 from evenstep.integrations.huggingface import BOUNDARIES_GIVEN, carries_state, support_of
 from evenstep.integrations.mixers import mixers_of
 from evenstep.integrations.probes import packed_row
-from evenstep.tensors.batch import Batch, Boundaries, on_host
+from evenstep.tensors.batch import Batch, BatchExchange, Boundaries, on_host
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import Call, attend
 from evenstep.train.framework import undisturbed
@@ -78,6 +79,7 @@ def attention_function(
     max_length_k: int | None = None,
     position_ids: Tensor | None = None,
     key_slots: Tensor | None = None,
+    exchange: BatchExchange | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: attention within segments, (rows, width, heads, dim).
@@ -100,9 +102,10 @@ def attention_function(
         # Encoders and vision towers have positions that say nothing about segments.
         positions=position_ids if rule.causal else None,
     )
-    if key_slots is not None:  # samples share prefixes
+    if key_slots is not None:  # samples share prefixes, or ranks share samples
         assert cu_seq_lens_k is not None
-        keys = (key_slots, cu_seq_lens_k, int(max_length_k or len(key_slots)))
+        received = 0 if exchange is None else sum(exchange.received)
+        keys = (key_slots, cu_seq_lens_k, int(max_length_k or len(key_slots)), received)
         hints = replace(hints, keys=keys)
     if sliding_window not in (None, rule.window):
         raise ConfigError(
@@ -119,6 +122,8 @@ def attention_function(
     kind = value.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    if exchange is not None:
+        key, value = exchange.join(key, value)
     call = Call(
         query, key, value, bounds, rule.causal, rule.window, scaling, softcap, s_aux, dropout
     )
@@ -444,7 +449,8 @@ class Hints:
     longest     at least the length of the longest segment, or None
     padding     (rows, width) True for tokens, False for padding
     positions   (rows, width) or (planes, rows, width); they restart with each segment
-    keys        slots, boundaries and longest of the keys that segments see, if not their own
+    keys        slots, boundaries and longest of the keys that segments see, if not their own, and
+                how many keys other ranks send
     """
 
     rows: int
@@ -454,7 +460,7 @@ class Hints:
     longest: int | None = None
     padding: Tensor | None = None
     positions: Tensor | None = None
-    keys: tuple[Tensor, Tensor, int] | None = None
+    keys: tuple[Tensor, Tensor, int, int] | None = None
 
     def boundaries(self) -> Boundaries:
         """The boundaries, computed once per batch: all layers pass the same tensors."""

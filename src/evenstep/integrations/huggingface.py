@@ -124,13 +124,14 @@ def _make_forward(
             second = "Pass forward=hf_forward(model, outputs='router_logits') and a second loss"
             refuse_router_loss(model, f"{second}, load_balancing")
         _check_attention(model)
-        if batch.tree is not None:
+        if batch.tree is not None or batch.exchange is not None:
             _check_shares(model, batch)
         if isinstance(unwrapped(model), FSDPModule) or carries_state(unwrapped(model)):
             # Its forwards communicate, so all ranks judge it now, packed batch or not. Layers that
             # select tokens run on rows of equal length in padded batches as well.
             support_of(unwrapped(model))
-        on_unsupported = unsupported if batch.tree is None else "raise"
+        sees = batch.tree is not None or batch.exchange is not None
+        on_unsupported = "raise" if sees else unsupported
         if one_segment_per_row(batch) or _may_pack(model, batch, on_unsupported):
             tensors = _run(model, batch, outputs)
         else:

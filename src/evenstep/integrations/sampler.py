@@ -86,8 +86,9 @@ class PlannedBatchSampler:
             )
         if per_step is None and stream.shares_prefixes:
             raise ConfigError(
-                "micro-batches whose samples share prefixes cannot be used with a batch sampler, "
-                "which can only name whole samples. Plan without prefixes, or use a StreamLoader."
+                "micro-batches whose samples share prefixes, or are shared between ranks, cannot "
+                "be used with a batch sampler, which can only name whole samples. Plan without "
+                "prefixes and sharing, or use a StreamLoader."
             )
         ends_elsewhere = stream.infinite_loop or stream.max_num_steps is not None
         if per_step is not None and ends_elsewhere:

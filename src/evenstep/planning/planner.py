@@ -19,13 +19,14 @@ from evenstep.core.plan import Plan
 from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import IntArray, Segments, offsets_of, rounded_up, sum_by
 from evenstep.core.recipe import Recipe, check_recipe
-from evenstep.errors import PlanError
+from evenstep.errors import ConfigError, PlanError
 from evenstep.planning.inputs import (
     check_names,
     checked_column,
     checked_groups,
     checked_lengths,
 )
+from evenstep.planning.spans import share_sequences
 from evenstep.planning.step import (
     DecidedStep,
     count_needed,
@@ -215,6 +216,11 @@ class _Work:
         n = len(counts)
         called = np.arange(n) if names is None else names
         ids = None if groups is None else checked_groups(groups, n)
+        if recipe.sharing is not None and groups is not None and recipe.groups == "micro_batch":
+            raise ConfigError(
+                "sharing and groups that stay in one micro-batch cannot be combined. Set "
+                "groups='step', or leave out sharing."
+            )
         limited = {name: checked_column(name, columns, n) for name in recipe.columns}
         limit = recipe.longest_segment
         if limit is not None and counts.max(initial=0) > limit:
@@ -271,10 +277,12 @@ class _Work:
             units = self.units
             if total > 1:
                 segments, units = self.segments.take(chosen), units.of_segments(chosen)
-            if self.prefixes is None:
-                decided.append(decide_step(segments, units, recipe, wanted))
-            else:
+            if self.prefixes is not None:
                 decided.append(share_prefixes(segments, units, recipe, wanted, self.prefixes))
+            elif recipe.sharing is not None:
+                decided.append(share_sequences(segments, units, recipe))
+            else:
+                decided.append(decide_step(segments, units, recipe, wanted))
             if progress is not None:
                 progress(step + 1, total)
         return assemble(

@@ -63,6 +63,7 @@ def check_trees(recipe: Recipe, lengths: IntArray, names: IntArray, prefixes: Pr
         (by_name, "a balance or packer by name. Leave balance and layout.packer at defaults"),
         (recipe.equal_sizes or recipe.equal_tokens, "equal_sizes or equal_tokens. Unset them"),
         (recipe.second_work is not None, "second_work. Unset it"),
+        (recipe.sharing is not None, "sharing of sequences between ranks. Unset sharing"),
     ):
         if refused:
             raise ConfigError(f"prefixes cannot be shared with {reason}, or plan without prefixes.")
@@ -104,12 +105,12 @@ def share_prefixes(
                 "groups='step'."
             )
         return decide_step(segments, units, recipe, wanted)
-    time, alone = _time_of(shared, recipe), rounded_up(segments.length, recipe.topology.alignment)
+    time, alone = time_of(shared, recipe), rounded_up(segments.length, recipe.topology.alignment)
     least = float(recipe.cost.of_lengths(alone).sum()) / recipe.topology.dp
     if needed or time <= least + recipe.cost.per_micro_batch:
         return shared
     apart = decide_step(segments, units, recipe, wanted)
-    return apart if _time_of(apart, recipe) <= time else shared
+    return apart if time_of(apart, recipe) <= time else shared
 
 
 def _too_large(units: Units, recipe: Recipe) -> BoolArray:
@@ -137,7 +138,7 @@ def _over(step: DecidedStep, recipe: Recipe) -> bool:
     return bool(over.any())
 
 
-def _time_of(step: DecidedStep, recipe: Recipe) -> float:
+def time_of(step: DecidedStep, recipe: Recipe) -> float:
     """The modelled time of a step of packed rows."""
     ranks, layout = recipe.topology.dp, recipe.layout
     aligned = rounded_up(step.segments.length, recipe.topology.alignment)

@@ -9,8 +9,8 @@ tail padding of the row. Tiles cover every slot exactly once.
 
 Two numbers of a slot are equal unless `place_ids` says otherwise: `position_ids`, which the model
 sees, and the place in the tile, which says what is padding and which token follows. The boundaries
-of queries and of keys are equal unless `Boundaries.seen` says otherwise. Both differ where samples
-share a prefix (`Tree`).
+of queries and of keys are equal unless `Keys` says otherwise. Both differ where samples share a
+prefix (`Tree`), or ranks share a sample (`BatchExchange`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from evenstep.core.text import attempt, counted, fill, line, one_of
 from evenstep.errors import ConfigError, InputError
+from evenstep.tensors.transport import Ranks, SumOverRanks, exchange, name_of
 
 IGNORE_INDEX = -100
 
@@ -140,9 +141,6 @@ class Tree(_Movable):
 
     samples: Batch
     slots: Tensor  # (tokens of samples) int64: the slot of each token
-    key_slots: Tensor  # (keys) int64: of each tile, the slots in front of its own, and its own
-    cu_seqlens_k: Tensor  # (tiles + 1) int32: the keys of each tile
-    max_seqlen_k: int
 
     def of_samples(self, values: Tensor) -> Tensor:
         """(1, slots, ...) values of the batch -> (1, tokens, ...) of the samples."""
@@ -152,6 +150,77 @@ class Tree(_Movable):
         """(1, tokens) values of the samples, equal where slots are shared -> (1, count)."""
         spread = values.new_full((count,), fill)
         return spread.index_copy_(0, self.slots, values.flatten()).unsqueeze(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Keys(_Movable):
+    """The keys of each tile, where a segment sees others in front of itself.
+
+    Slots from rows × width on are those that other ranks send.
+    """
+
+    slots: Tensor  # (keys) int64: of each tile, the slots in front of its own, and its own
+    cu_seqlens: Tensor  # (tiles + 1) int32: the keys of each tile
+    max_seqlen: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BatchExchange(_Movable):
+    """What ranks exchange in a wave that shares samples between them; see `core.plan.Exchange`.
+
+    Every rank of the wave calls `join` in each attention layer, and `sum` alike.
+    """
+
+    slots: Tensor  # (sent) int64: those whose keys are sent, in the order of ranks
+    sent: tuple[int, ...]  # to each rank
+    received: tuple[int, ...]  # from each rank
+    number: Tensor  # (tiles) int64: which sample of the wave, -1 for those that are whole
+    sample_ids: tuple[int, ...]  # of the samples that the wave shares
+    lengths: tuple[int, ...]  # of these samples
+    digest: int  # the same on all ranks
+    ranks: Ranks | None = None
+    name: str = ""  # of the ranks, for operators
+
+    def between(self, ranks: Any) -> BatchExchange:
+        """The same between these ranks."""
+        return replace(self, ranks=ranks, name=name_of(ranks))
+
+    def join(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v, (rows, heads, width, dim), and behind them what other ranks send.
+
+        They become one row if other ranks send any. With none, the result still depends on the
+        exchange, so that each rank takes part in its backward.
+        """
+        # (rows, heads, width, dim) -> (slots, heads, dim)
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]
+        self._connected()
+        seen = exchange(*rows, self.slots, list(self.sent), list(self.received), self.name)
+        parts = seen.split([x[0].numel() for x in rows], dim=1)
+        if not sum(self.received):  # one row of zeros
+            return k, v + parts[1].view(v.shape[1], 1, v.shape[3])
+        k, v = (
+            torch.cat((x, part.unflatten(1, x.shape[1:]))).transpose(0, 1)[None]
+            for x, part in zip(rows, parts, strict=True)
+        )
+        return k, v
+
+    def sum(self, by_tile: Tensor) -> Tensor:
+        """(tiles, ...): values of tiles that are parts of one sample are summed over ranks."""
+        shared = self.number >= 0
+        count = len(self.sample_ids)
+        row = torch.where(shared, self.number, count)
+        table = by_tile.new_zeros((count + 1, *by_tile.shape[1:]))
+        summed = SumOverRanks.apply(table.index_add(0, row, by_tile)[:-1], self._connected())
+        shared = shared.view(-1, *(1,) * (by_tile.ndim - 1))
+        return torch.where(shared, summed[row.clamp(max=count - 1)], by_tile)
+
+    def _connected(self) -> Ranks:
+        if self.ranks is None:
+            raise InputError(
+                "the samples of this batch are shared with other ranks. Run it with "
+                "Runner(collective=Distributed()), or plan without sharing."
+            )
+        return self.ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -178,6 +247,8 @@ class Slots(_Movable):
     place_ids: Tensor | None = None  # (rows, width) int64: see `places`; None: the position_ids
     continuation: Continuation | None = None
     tree: Tree | None = None  # None if no slot is shared
+    keys: Keys | None = None  # None if each segment sees itself alone
+    exchange: BatchExchange | None = None  # None if ranks share no sample in this wave
     extras: Mapping[str, Tensor | RaggedTensor] = field(default_factory=dict)
     aligned: Mapping[str, Aligned] = field(default_factory=dict)  # of each extra
 
@@ -261,12 +332,13 @@ class Batch(Slots):
 
     Where samples share a prefix, `tree` says how: `position_ids` then count on from the segment in
     front, `loss_weights` count the samples that predict the label, extras are those of `unshared`.
+    Where ranks share a sample, `exchange` says what they exchange; `position_ids` count on, too.
     """
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Copy to a device; `non_blocking` needs pinned memory. What attention asks on the host is
         noted before the copy, so that it need not wait for the device."""
-        moved = _Movable.to(self, device, non_blocking)
+        moved = Slots.to(self, device, non_blocking)
         if self.device.type == "cpu" and moved.device.type != "cpu":
             here, there = Boundaries.of(self), Boundaries.of(moved)
             there.kept["one_per_row"], there.kept["full"] = here.one_per_row, self.is_full
@@ -280,6 +352,15 @@ class Batch(Slots):
         if "full" not in kept:
             kept["full"] = int(self.seqlens.sum()) == self.rows * self.width
         return bool(kept["full"])
+
+    def between(self, ranks: Any) -> Batch:
+        """The batch, whose wave exchanges keys between these ranks."""
+        if self.exchange is None:
+            return self
+        tree, joined = self.tree, self.exchange.between(ranks)
+        if tree is not None:
+            tree = replace(tree, samples=tree.samples.between(ranks))
+        return replace(self, exchange=joined, tree=tree)
 
     @property
     def unshared(self) -> Batch:
@@ -467,6 +548,8 @@ class Boundaries:
         seen     a b | a b c d  tiles of 2 and 4
         index    0 1 | 0 1 2 3  the slots of these keys; None if they are gathered already
 
+    Slots from rows × width on are the `received` ones, which other ranks send.
+
     What attention kernels derive from the boundaries is computed once and kept here, because all
     layers of a model use the same.
 
@@ -482,6 +565,7 @@ class Boundaries:
     real: Tensor | None = None  # (tiles) bool: False for padding. None if there is no padding
     seen: Boundaries | None = None  # of the keys; None if each segment sees itself alone
     index: Tensor | None = None  # (keys) int64
+    received: int = 0
     kept: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -496,17 +580,20 @@ class Boundaries:
             bounds = cls(
                 batch.rows, batch.width, batch.cu_seqlens, batch.max_seqlen, real, kept=kept
             )
-            if (tree := batch.tree) is not None:
-                bounds = bounds.seeing(tree.key_slots, tree.cu_seqlens_k, tree.max_seqlen_k)
+            if (keys := batch.keys) is not None:
+                received = 0 if batch.exchange is None else sum(batch.exchange.received)
+                bounds = bounds.seeing(keys.slots, keys.cu_seqlens, keys.max_seqlen, received)
             if not compiling:
                 _boundaries[batch] = bounds
         return bounds
 
-    def seeing(self, slots: Tensor, cu_seqlens: Tensor, longest: int) -> Boundaries:
+    def seeing(
+        self, slots: Tensor, cu_seqlens: Tensor, longest: int, received: int = 0
+    ) -> Boundaries:
         """The same queries with the keys of these slots, divided into tiles by `cu_seqlens`."""
-        keys = Boundaries(1, len(slots), cu_seqlens, longest)
+        seen = Boundaries(1, len(slots), cu_seqlens, longest)
         kept = {name: self.kept[name] for name in ("segment_ids",) if name in self.kept}
-        return replace(self, seen=keys, index=slots, kept=kept)
+        return replace(self, seen=seen, index=slots, received=received, kept=kept)
 
     @property
     def keys(self) -> Boundaries:
@@ -666,10 +753,13 @@ class View:
         return by_tile if self.tile is None else by_tile[self.tile : self.tile + 1]
 
     def check_whole_samples(self) -> None:
-        """Raise if the batch holds a part of a split sample."""
+        """Raise if the batch holds a part of a split sample. `sum_by_segment` is of whole samples
+        where ranks share them."""
         split = (self.source.starts > 0) & (self.source.sample_ids >= 0)
         if self.source.continuation is not None:
             split = split | (self.source.continuation.counts > 0)
+        if self.source.exchange is not None:
+            split = split & (self.source.exchange.number < 0)
         if bool(split.any()):
             raise InputError(
                 f"sample {int(self.source.sample_ids[split][0])} was split, but this loss is of "
@@ -689,7 +779,16 @@ class View:
         return RaggedTensor(value.values[begin:end], offsets)
 
     def sum_by_segment(self, values: Tensor) -> Tensor:
-        """(n, ...) values -> sums per segment; in a view of all slots, per tile."""
+        """(n, ...) values -> sums per segment; in a view of all slots, per tile.
+
+        Where ranks share a sample, its sum over all of them, with gradients. Then every rank of the
+        wave must call it.
+        """
+        sums, exchange = self.sum_here(values), self.source.exchange
+        return sums if exchange is None or self.tile is not None else exchange.sum(sums)
+
+    def sum_here(self, values: Tensor) -> Tensor:
+        """The same of this rank's segments alone."""
         if isinstance(self.source, BatchShard):
             raise InputError(
                 "sum_by_segment needs whole sequences, but this view is of a batch shard. Join the "

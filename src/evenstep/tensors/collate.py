@@ -20,7 +20,7 @@ from evenstep.data.source import LOSS_MASKS, check_masks_spelt
 from evenstep.errors import InputError
 from evenstep.planning.kernels import kernel
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, Continuation, Extra, RaggedTensor
-from evenstep.tensors.trees import share, shares_slots, whole_samples
+from evenstep.tensors.trees import exchange_of, keys_of, share, whole_samples
 
 
 @kernel
@@ -326,7 +326,7 @@ class Collator:
 
     def __call__(self, micro: MicroBatch, samples: Samples) -> Batch:
         """The batch of `micro`; `samples[i]` is the whole sample i of the plan."""
-        if shares_slots(micro.segments):
+        if micro.segments.shares_slots:
             whole = replace(self, pin_memory=False)(whole_samples(micro), samples)
             return self._pinned(share(micro, whole, self.pad_token))
         chosen = [samples[i] for i in micro.segments.sample.tolist()]
@@ -356,11 +356,16 @@ class Collator:
         # Per segment -> per tile: the entry -1 of padding is the last one.
         sample_ids = np.concatenate((micro.segments.sample, (-1,)))[placement.segment]
         starts = np.concatenate((micro.segments.start, (0,)))[placement.segment]
+        places = None
+        if (behind := micro.segments.behind) is not None:  # other ranks have what is in front
+            before = torch.from_numpy(np.append(behind, 0)[placement.segment])
+            places, positions = positions, positions + before[tiles]
         batch = Batch(
             tokens=tokens.view(shape),
             targets=targets.view(shape),
             labels=labels,
             position_ids=positions,
+            place_ids=places,
             segment_ids=tiles,
             loss_weights=torch.from_numpy(weights).view(shape),
             cu_seqlens=torch.from_numpy(placement.offsets.astype(np.int32)),
@@ -372,6 +377,8 @@ class Collator:
             max_seqlen=int(placement.slots.max(initial=0)),
             extras=extras,
             aligned={name: extra.aligned for name, extra in self.extras.items()},
+            keys=keys_of(micro),
+            exchange=exchange_of(micro),
         )
         return self._pinned(batch)
 

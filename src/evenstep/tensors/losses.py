@@ -249,6 +249,12 @@ class PerSequence:
                 "a function of whole sequences cannot run on a batch shard. Join the outputs of "
                 "all ranks first, or set vectorised=True if each value depends on one token only."
             )
+        if batch.exchange is not None:  # on all ranks of the wave, which would wait for each other
+            raise InputError(
+                "ranks share a sample in this wave, so a function of one whole sequence cannot "
+                "run. Set vectorised=True and sum with view.sum_by_segment, or plan without "
+                "sharing."
+            )
         return self._one_by_one(outputs, batch, head)
 
     def looped(self) -> PerSequence:
@@ -271,7 +277,7 @@ class PerSequence:
             )
         if isinstance(batch, BatchShard):
             return Sums(values.sum(), metrics, None)
-        by_tile, real = view.sum_by_segment(values), view.source.sample_ids >= 0
+        by_tile, real = view.sum_here(values), view.source.sample_ids >= 0
         return Sums(values.sum(), metrics, by_tile, real, values.detach())
 
     def _one_by_one(self, outputs: Tensor, batch: Batch, head: Head | None) -> Sums:

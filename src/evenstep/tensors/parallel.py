@@ -142,6 +142,11 @@ def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Shard
             "a batch whose samples share prefixes cannot be divided between ranks. Set topology.cp "
             "and tp to 1, or plan without prefixes."
         )
+    if batch.exchange is not None:
+        raise InputError(
+            "ranks share a sample of this batch already, so it cannot be divided between further "
+            "ranks. Set topology.cp and tp to 1, or plan without sharing."
+        )
     index = slot_ids.reshape(-1)
 
     def take(values: Any) -> Tensor:

@@ -40,7 +40,7 @@ from evenstep.errors import InputError
 from evenstep.tensors.batch import RaggedTensor, Sharding
 from evenstep.tensors.losses import Reduction
 from evenstep.tensors.parallel import join_context, join_sequence
-from evenstep.tensors.trees import paths_of, shares_slots
+from evenstep.tensors.trees import paths_of
 
 Key: TypeAlias = tuple[int, int, int]
 """(step, rank, position): `plan[step, rank][position]`."""
@@ -181,6 +181,27 @@ def restore_sequences(
     return restored.scatter_reduce(0, across, values, how, include_self=False)
 
 
+def sum_shared(
+    micro_batches: Sequence[MicroBatch], restored: RaggedTensor, ranks: Any
+) -> RaggedTensor:
+    """Results of `restore_ragged` on each rank -> the same, with samples that ranks share whole.
+
+    Tokens that did not run here must be 0. Every rank of the step calls this.
+    """
+    exchanges = [micro.exchange for micro in micro_batches if micro.exchange is not None]
+    samples, length = (
+        _join(getattr(e, name) for e in exchanges) for name in ("samples", "lengths")
+    )
+    ids = np.unique(_join(micro.segments.sample for micro in micro_batches))
+    mine = np.flatnonzero(np.isin(samples, ids))
+    values, offsets = restored.values, restored.offsets.cpu().numpy()
+    first = (offsets[np.searchsorted(ids, samples[mine])], offsets_of(length)[mine])
+    here, table = (torch.from_numpy(ranges_of(at, length[mine])).to(values.device) for at in first)
+    joined = values.new_zeros((int(length.sum()), *values.shape[1:]))
+    joined = ranks.all_reduce_sum(joined.index_copy_(0, table, values[here])).to(values.device)
+    return RaggedTensor(values.index_copy(0, here, joined[table]), restored.offsets)
+
+
 # Where results come from -----------------------------------------------------------------------
 
 
@@ -302,7 +323,7 @@ class Origin:
         in_row = end[:-1] - end[self.row_offsets[row]]
         first = before[micro] + (row - self.micro_offsets[micro]) * self.widths[micro] + in_row
         here = owner = np.flatnonzero(before[micro] >= 0)
-        if shares_slots(self.segments):
+        if self.segments.shares_slots:
             owner, path = paths_of(self._parents)
             chosen = self._leaves[owner] & (before[micro] >= 0)[owner]
             owner, here = owner[chosen], path[chosen]
@@ -320,7 +341,7 @@ class Origin:
     def _leaves(self) -> BoolArray:
         """Whether no other segment sees each one in front of itself."""
         leaves: BoolArray = np.ones(len(self.segments), bool)
-        if shares_slots(self.segments):
+        if self.segments.shares_slots:
             leaves[self._parents[self._parents >= 0]] = False
         return leaves
 

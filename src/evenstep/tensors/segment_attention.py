@@ -32,6 +32,7 @@ from evenstep.core.ragged import divided_up, rounded_up
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch, Boundaries
 from evenstep.tensors.head import wide
+from evenstep.tensors.transport import sum_rows
 
 BLOCK = 128
 """Slots per side of a FlexAttention block."""
@@ -191,8 +192,9 @@ def one_segment_per_row(batch: Batch) -> bool:
 class Call:
     """q, k and v, where segments begin and end, and what the softmax does.
 
-    k and v have the rows and width of q. A backend gathers the keys of `bounds.index`; without an
-    index, k and v have those of `bounds.keys`, which are q's unless segments see others.
+    k and v have the rows and width of q, and behind them what `bounds.received` from other ranks. A
+    backend gathers the keys of `bounds.index`; without an index, k and v have those of
+    `bounds.keys`, which are q's unless segments see others.
 
     softcap  scores become softcap * tanh(scores / softcap), before masking
     sinks    (heads) one logit per query head that joins the denominator of the softmax
@@ -214,8 +216,10 @@ class Call:
         check_window(self.window)
         q, k, v = self.q, self.k, self.v
         keys = self.bounds.keys if self.bounds.index is None else self.bounds
-        for name, tensor, bounds in (("q", q, self.bounds), ("k", k, keys), ("v", v, keys)):
-            shape = (bounds.rows, bounds.width)
+        shapes = [(self.bounds.rows, self.bounds.width), (keys.rows, keys.width)]
+        if keys.received:
+            shapes[1] = (1, keys.rows * keys.width + keys.received)
+        for name, tensor, shape in (("q", q, shapes[0]), ("k", k, shapes[1]), ("v", v, shapes[1])):
             if tensor.ndim != 4 or (tensor.shape[0], tensor.shape[2]) != shape:
                 raise InputError(
                     f"{name} has shape {tuple(tensor.shape)}, but the batch has {shape[0]} rows "
@@ -459,6 +463,8 @@ def refusal(name: str, call: Call) -> str | None:
         and (name == "causal" or bounds.index is None)
     ):
         return "supports no segment that sees another one"
+    if name in ("flex", "mask") and bounds.received:
+        return "supports no keys of other ranks"
     if name == "causal":
         if not call.causal or (call.window is not None and call.window < bounds.width):
             return "supports neither windows nor bidirectional attention"
@@ -482,7 +488,8 @@ def attention(
     """Compute attention within each segment of a batch.
 
     q is (rows, heads, width, dim); k and v may have fewer heads, a divisor of q's.
-    Where samples share a prefix, a segment also attends to those in front of it in its samples.
+    Where samples share a prefix, a segment also attends to those in front of it in its samples;
+    where ranks share a sample, to the tokens in front of it, which the ranks exchange here.
     With `window`, a token attends to itself and the window - 1 tokens before it; without `causal`,
     also to the window - 1 tokens after it. `softcap` limits scores to softcap * tanh(score /
     softcap). `sinks` (heads) are logits that join the denominator of the softmax. Outputs of
@@ -498,6 +505,8 @@ def attention(
     >>> attention(q, k, v, batch)[0, 0, :, 0].tolist()  # the third token attends to itself only
     [1.0, 2.0, 7.0]
     """
+    if batch.exchange is not None:
+        k, v = batch.exchange.join(k, v)
     call = Call(q, k, v, Boundaries.of(batch), causal, window, scale, softcap, sinks)
     if backend is None:
         return BACKENDS[choose(call)](call)
@@ -617,21 +626,8 @@ def varlen_backward(
         gradients = _tiles_backward(grad, q, k, v, out, lse, tiles, causal, window, scale, softcap)
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     if index is not None:
-        dk, dv = (_summed(gradient, index, slots) for gradient in (dk, dv))
+        dk, dv = (sum_rows(gradient, index, slots) for gradient in (dk, dv))
     return dq, dk, dv
-
-
-def _summed(gradient: Tensor, index: Tensor, slots: int) -> Tensor:
-    """(keys, heads, dim) -> (slots, heads, dim), summed over the keys of each slot.
-
-    One bag per slot: sums in float32 or wider, in the order of keys, without a wide copy.
-    """
-    sorted_slots, order = index.sort(stable=True)
-    first = torch.searchsorted(sorted_slots, torch.arange(slots, device=index.device))
-    rows = gradient.flatten(1)
-    rows = rows if gradient.is_cuda else wide(rows)  # CUDA adds bfloat16 in float32
-    sums = functional.embedding_bag(order, rows, first, mode="sum")
-    return sums.to(gradient.dtype).unflatten(1, gradient.shape[1:])
 
 
 @varlen_backward.register_fake  # type: ignore[untyped-decorator]

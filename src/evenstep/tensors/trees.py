@@ -1,4 +1,5 @@
-"""Trees: batches in which samples that begin alike share the slots of their prefix.
+"""What segments see in front of themselves: prefixes that samples share, and parts of their own
+sample on other ranks. Trees are batches in which samples that begin alike share their prefix:
 
     samples   a b c d     segments  0: a b  of sample 0, from 0       parents  -1
               a b c e               1: c d  of sample 0, from 2                 0
@@ -18,14 +19,9 @@ import torch
 from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
-from evenstep.core.ragged import IntArray, Segments, offsets_of, ranges_of
+from evenstep.core.ragged import IntArray, Segments, offsets_of, ranges_of, sum_by
 from evenstep.errors import InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch, Tree
-
-
-def shares_slots(segments: Segments) -> bool:
-    """Whether a segment sees another one in front of itself."""
-    return segments.parent is not None and bool((segments.parent >= 0).any())
+from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchExchange, Keys, Tree
 
 
 def paths_of(parent: IntArray) -> tuple[IntArray, IntArray]:
@@ -58,16 +54,71 @@ def whole_samples(micro: MicroBatch) -> MicroBatch:
     assert segments.parent is not None
     leaves = np.flatnonzero(micro.own)
     start = np.where(segments.parent < 0, segments.start, 0)[leaves]
+    parent = np.minimum(segments.parent, -1)[leaves]
     length = (segments.start + segments.length)[leaves] - start
     return replace(
         micro,
-        segments=Segments(segments.sample[leaves], start, length),
+        segments=Segments(segments.sample[leaves], start, length, parent),
         row_offsets=np.array([0, len(leaves)]),
         width=int(length.sum()),
         sample_lengths=micro.sample_lengths[leaves],
         alignment=1,
         truncated_to=micro.sample_ends[leaves],
         groups=None if micro.groups is None else micro.groups[leaves],
+        exchange=None if micro.exchange is None else micro.exchange.take(leaves),
+    )
+
+
+def keys_of(micro: MicroBatch) -> Keys | None:
+    """The keys of each tile: what its segment sees in front of itself, then its own slots with
+    their padding. None if no segment sees another one."""
+    segments, placement, exchange = micro.segments, micro.placement, micro.exchange
+    parts = np.empty(0, np.int64) if exchange is None else exchange.seen_by
+    if segments.parent is None or not (segments.shares_slots or len(parts)):
+        return None
+    tiles = np.flatnonzero(placement.segment >= 0)
+    tails = np.flatnonzero(placement.segment < 0)
+    segment, path = paths_of(np.maximum(segments.parent, -1))
+    owner = [tiles[segment], tails]
+    first = [placement.offsets[tiles][path], placement.offsets[tails]]
+    inside = np.where(path == segment, placement.slots[tiles][path], segments.length[path])
+    count = [inside, placement.slots[tails]]
+    if exchange is not None:
+        # Parts that other ranks send lie behind all slots, in the order of ranks.
+        order = np.lexsort((exchange.received_start, parts))
+        owner.insert(0, tiles[parts[order]])
+        first.insert(0, (micro.slots + offsets_of(exchange.received)[:-1])[order])
+        count.insert(0, exchange.received[order])
+    tile, counts = np.concatenate(owner), np.concatenate(count)
+    by_tile = np.argsort(tile, kind="stable")
+    keys = sum_by(tile, counts, len(placement.real)).astype(np.int64)
+    slots = ranges_of(np.concatenate(first)[by_tile], counts[by_tile])
+    return Keys(
+        slots=torch.from_numpy(slots),
+        cu_seqlens=torch.from_numpy(offsets_of(keys).astype(np.int32)),
+        max_seqlen=int(keys.max()),
+    )
+
+
+def exchange_of(micro: MicroBatch) -> BatchExchange | None:
+    """What this rank exchanges in the wave of a micro-batch, by slot; None if the wave shares no
+    sample between ranks."""
+    exchange, placement = micro.exchange, micro.placement
+    if exchange is None:
+        return None
+    first = placement.offsets[:-1][placement.segment >= 0]
+    length = micro.segments.length[exchange.sent]
+    sent = sum_by(exchange.sent_to, length, exchange.ranks)
+    received = sum_by(exchange.received_from, exchange.received, exchange.ranks)
+    number = np.append(exchange.number, -1)[placement.segment]
+    return BatchExchange(
+        slots=torch.from_numpy(ranges_of(first[exchange.sent], length)),
+        sent=tuple(sent.astype(int).tolist()),
+        received=tuple(received.astype(int).tolist()),
+        number=torch.from_numpy(number),
+        sample_ids=tuple(exchange.samples.tolist()),
+        lengths=tuple(exchange.lengths.tolist()),
+        digest=exchange.digest,
     )
 
 
@@ -77,31 +128,20 @@ def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
     assert segments.parent is not None
     tiles = np.flatnonzero(placement.segment >= 0)  # of the segments
     first, own = placement.offsets[tiles], micro.own
-    segment, path = paths_of(segments.parent)
+    segment, path = paths_of(np.maximum(segments.parent, -1))
     _check_preorder(segments.parent, segment, path)
-    # The keys of a tile: the tokens of its path, then its own slots with their padding.
-    count = np.where(path == segment, placement.slots[tiles][path], segments.length[path])
-    keys = np.zeros(len(placement.real), np.int64)
-    np.add.at(keys, tiles[segment], count)
-    tail = np.arange(placement.offsets[tiles[-1] + 1], placement.offsets[-1])
-    keys[tiles[-1] + 1 :] = len(tail)
-    of_leaf = own[segment]
-    tree = Tree(
-        samples=samples,
-        slots=torch.from_numpy(ranges_of(first[path[of_leaf]], segments.length[path[of_leaf]])),
-        key_slots=torch.from_numpy(np.concatenate((ranges_of(first[path], count), tail))),
-        cu_seqlens_k=torch.from_numpy(offsets_of(keys).astype(np.int32)),
-        max_seqlen_k=int(keys.max()),
-    )
-    number = np.repeat(np.arange(len(keys)), placement.slots)  # the tile of each slot
+    path = path[own[segment]]
+    slots = torch.from_numpy(ranges_of(first[path], segments.length[path]))
+    tree = Tree(samples=samples, slots=slots)
+    number = np.repeat(np.arange(len(placement.real)), placement.slots)  # the tile of each slot
     place = np.arange(micro.slots) - placement.offsets[number]
     # Per segment -> per tile: the entry -1 of padding is the last one.
     sample_ids = np.append(segments.sample, -1)[placement.segment]
     starts = np.append(segments.start, 0)[placement.segment]
-    behind = np.append(np.where(segments.parent < 0, 0, segments.start), 0)[placement.segment]
-    leaves = np.zeros(len(keys), bool)
+    behind = np.append(np.where(segments.parent == -1, 0, segments.start), 0)[placement.segment]
+    leaves = np.zeros(len(placement.real), bool)
     leaves[tiles] = own
-    loss_tokens = torch.zeros(len(keys), dtype=torch.int64)
+    loss_tokens = torch.zeros(len(leaves), dtype=torch.int64)
     loss_tokens[torch.from_numpy(leaves)] = samples.loss_tokens
     shape = (1, micro.width)
     batch = Batch(
@@ -119,6 +159,8 @@ def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
         loss_tokens=loss_tokens,
         max_seqlen=int(placement.slots.max()),
         tree=tree,
+        keys=keys_of(micro),
+        exchange=exchange_of(micro),
     )
     _check_equal(tree, batch.tokens, samples.tokens, "tokens")
     labels = torch.where(

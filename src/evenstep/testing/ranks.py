@@ -37,7 +37,7 @@ class _Exchange:
         return seen
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class FakeRank:
     """A `Collective` of threads. Sums are in order of ranks, so they are reproducible."""
 
@@ -58,6 +58,20 @@ class FakeRank:
         for other in seen[1:]:
             total += other
         return total
+
+    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Rows for each rank, `sent[r]` for rank r -> rows from each, `received[r]` from rank r."""
+        seen = self.exchange.gather(self.rank, (values.detach().clone(), list(sent)))
+        parts = [rows.split(sizes)[self.rank] for rows, sizes in seen]
+        if [len(part) for part in parts] != list(received):
+            raise RuntimeError(
+                f"rank {self.rank} expects {received} rows of the ranks, but they send "
+                f"{[len(part) for part in parts]}. Give all ranks the same plan."
+            )
+        rows: Tensor = values.new_empty((sum(received), *values.shape[1:]))
+        for row, part in zip(rows.split(received), parts, strict=True):
+            row.copy_(part)
+        return rows
 
 
 def run_ranks(size: int, function: Callable[[Collective], T]) -> list[T]:

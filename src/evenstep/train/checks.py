@@ -21,6 +21,7 @@ from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.losses import Metric, PerSequence, Sums
+from evenstep.tensors.transport import CALLS
 from evenstep.train.collectives import Bundle, Collective, Distributed, gather_values, has_group
 from evenstep.train.framework import unwrapped
 from evenstep.train.gradients import local_tensor, square_of
@@ -268,6 +269,42 @@ def check_shards(named: Iterable[tuple[str, Any]], collective: Collective) -> No
                 f"collective sums gradients over ranks {sorted(ranks)}. Pass "
                 f"collective=Distributed(group) with the group of data-parallel ranks."
             )
+
+
+def exchange_digests(step: Any) -> list[int]:
+    """Of each wave of a step or of batches that shares samples between ranks, its digest."""
+    items = step.micro_batches if isinstance(step, Step) else step
+    if not isinstance(items, Sequence):
+        return []
+    exchanges = [getattr(item, "exchange", None) for item in items]
+    return [each.digest for each in exchanges if each is not None]
+
+
+def check_exchange(batch: Batch, collective: Collective, compared: bool) -> None:
+    """Raise if the wave of a batch shares samples and the runner cannot exchange them."""
+    if batch.exchange is None:
+        return
+    ranks = len(batch.exchange.sent)
+    if ranks != collective.size:
+        raise ConfigError(
+            f"the step shares samples between {ranks} ranks, but the collective has "
+            f"{collective.size}. Pass collective=Distributed() with the group of these ranks."
+        )
+    if not compared:
+        raise ConfigError(
+            "batches that share samples between ranks must all be known before the step, so that "
+            "ranks can compare their plans. Pass a Step or a list of batches."
+        )
+
+
+def check_exchanged(model: Any, batch: Batch, before: int) -> None:
+    """Raise if the forward of a wave that shares samples exchanged none, on all ranks alike."""
+    if batch.exchange is not None and CALLS[batch.exchange.name] == before:
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} does not see the tokens that other ranks hold of a "
+            f"shared sample. Use evenstep.tensors.attention in its layers (use_attention(model) "
+            f"for Hugging Face models), or plan without sharing."
+        )
 
 
 def check_fingerprints(fingerprint: str, collective: Collective) -> None:

@@ -39,6 +39,8 @@ class Collective(Protocol):
         """The sum over ranks. `tensor` may be overwritten."""
         ...
 
+    # Ranks that share samples also need `all_to_all`; see `evenstep.tensors.transport.Ranks`.
+
 
 @dataclass(frozen=True, slots=True)
 class Alone:
@@ -56,7 +58,7 @@ class Alone:
         return tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Distributed:
     """The ranks of a `torch.distributed` process group, by default the default group.
 
@@ -85,6 +87,14 @@ class Distributed:
             tensor = tensor.cuda()
         distributed.all_reduce(tensor, group=self.group)
         return tensor
+
+    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Rows for each rank, `sent[r]` for rank r -> rows from each, `received[r]` from rank r."""
+        rows = values.new_empty((sum(received), *values.shape[1:]))
+        _initialised().all_to_all_single(
+            rows, values.contiguous(), received, sent, group=self.group
+        )
+        return rows
 
 
 def gather_values(collective: Collective, values: Sequence[float] | Tensor) -> list[Any]:

@@ -151,6 +151,11 @@ class GroupMean(_OfLossTokens):
         if "group_tokens" in whole_batch(batch).aligned:
             return extra_by_tile(batch, "group_tokens").clamp(min=1)
         group = group_ids(batch)
+        if batch.exchange is not None:  # on all ranks of the wave
+            raise InputError(
+                "ranks share samples in this wave, so groups cannot be counted in a batch. Add the "
+                "sequence-aligned extra 'group_tokens'."
+            )
         check_samples_whole(batch)
         number = torch.unique(group, return_inverse=True)[1]
         tokens = torch.where(first_tiles(batch), batch.loss_tokens, 0).double()

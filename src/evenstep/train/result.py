@@ -17,7 +17,7 @@ from evenstep.core.cost import Cost
 from evenstep.core.ragged import IntArray, offsets_of, ranges_of
 from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchExchange
 from evenstep.tensors.losses import Sums
 from evenstep.train.collectives import Bundle, Collective, gather_values
 from evenstep.train.compiling import Compilations
@@ -32,7 +32,7 @@ class Kept:
 
     Values are weighted as the normalization weights them and not divided: the sum of `samples`
     over all ranks is the loss times its denominator. Of a split sample, a rank has the values of
-    its own segments.
+    its own segments. A sample that ranks share is whole, on the rank that runs its first part.
 
     >>> from evenstep import Packed, Recipe, make_plan
     >>> from evenstep.demo.decoder import Decoder, DecoderShape
@@ -78,13 +78,13 @@ class BatchSegments:
     them when they are asked for: those of a batch on a device only at the end of the step."""
 
     def __init__(self, batch: Batch) -> None:
-        samples, tree = batch.unshared, batch.tree
+        samples = batch.unshared
         self.tiles = (samples.sample_ids, samples.starts, samples.seqlens, samples.cu_seqlens)
         self.continuation, self.rows, self.width = samples.continuation, batch.rows, batch.width
-        # Where samples share a prefix, what runs: (samples of tiles, lengths, tokens in front).
+        # Where segments see others, what runs: (samples of tiles, lengths, tokens in front).
         self.shared = None
-        if tree is not None:
-            behind = tree.cu_seqlens_k.diff() - batch.cu_seqlens.diff()
+        if batch.keys is not None:
+            behind = batch.keys.cu_seqlens.diff() - batch.cu_seqlens.diff()
             self.shared = batch.sample_ids, batch.seqlens, behind
         labels = samples.labels  # large, so not kept
         self.labels: Any = (
@@ -152,10 +152,18 @@ class Keeper:
         self._segments: list[BatchSegments] = []
         self._by_tile: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
         self._by_slot: dict[str, list[Tensor]] = {}
+        self._shared: dict[int, int] = {}  # lengths of the samples that ranks share, by id
 
-    def add(self, segments: BatchSegments, losses: Mapping[str, Sums | Tensor]) -> None:
+    def add(
+        self,
+        segments: BatchSegments,
+        losses: Mapping[str, Sums | Tensor],
+        exchange: BatchExchange | None = None,
+    ) -> None:
         """The values of one micro-batch, by loss."""
         self._segments.append(segments)
+        if exchange is not None:
+            self._shared |= dict(zip(exchange.sample_ids, exchange.lengths, strict=True))
         for name, sums in losses.items():
             if not isinstance(sums, Sums) or sums.by_tile is None:
                 raise InputError(
@@ -173,7 +181,7 @@ class Keeper:
                 )
             self._by_slot.setdefault(name, []).append(sums.by_slot.detach().flatten())
 
-    def kept(self) -> Kept:
+    def kept(self, ranks: Collective) -> Kept:
         """All values in the order of samples."""
         columns = zip(*(segments.arrays for segments in self._segments), strict=True)
         sample, start, length, _, more = map(np.concatenate, columns)
@@ -188,6 +196,8 @@ class Keeper:
         }
         ends = np.zeros(len(ids), np.int64)
         np.maximum.at(ends, row, start + length + more)
+        lengths = np.array([self._shared.get(number, -1) for number in ids.tolist()], np.int64)
+        ends = np.where(lengths < 0, ends, lengths)
         # Slot j of a segment predicts token start + j + 1 of its sample.
         count = length - 1 + more
         target = torch.from_numpy(ranges_of(offsets_of(ends)[row] + start + 1, count))
@@ -202,7 +212,40 @@ class Keeper:
             by_token = by_slot.new_zeros(int(ends.sum()))
             by_token[target] = by_slot[source]
             tokens[name] = list(by_token.split(ends.tolist()))
+        if self._shared:
+            self._sum_shared(ids, samples, tokens, ranks)
+            here = np.zeros(len(ids), bool)
+            here[row[start == 0]] = True
+            here |= lengths < 0
+            ids, kept = ids[here], np.flatnonzero(here).tolist()
+            samples = {name: values[kept] for name, values in samples.items()}
+            tokens = {name: [values[at] for at in kept] for name, values in tokens.items()}
         return Kept(ids, samples, tokens)
+
+    def _sum_shared(
+        self,
+        ids: IntArray,
+        samples: dict[str, Tensor],
+        tokens: dict[str, list[Tensor]],
+        ranks: Collective,
+    ) -> None:
+        """Sum the values of samples that ranks share over these ranks, in place."""
+        shared = sorted(self._shared)
+        row = {number: at for at, number in enumerate(ids.tolist())}
+        for name in sorted(samples):
+            values = [samples[name][row[n]] if n in row else torch.zeros(()) for n in shared]
+            parts = [each.double().view(1) for each in values]
+            if tokens:
+                nothing = {n: torch.zeros(self._shared[n]) for n in shared if n not in row}
+                parts += [tokens[name][row[n]] if n in row else nothing[n] for n in shared]
+            joined = torch.cat([part.double() for part in parts])
+            sizes = [len(part) for part in parts]
+            summed = ranks.all_reduce_sum(joined).cpu().split(sizes)
+            for at, number in enumerate(shared):
+                if number in row:
+                    samples[name][row[number]] = summed[at][0]
+                    if tokens:
+                        tokens[name][row[number]].copy_(summed[len(shared) + at])
 
 
 ANY_CAUSE = (

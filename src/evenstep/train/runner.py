@@ -22,12 +22,13 @@ from evenstep.core.recipe import SyncEvery
 from evenstep.core.step import Step
 from evenstep.core.text import one_of, short_repr, whole_number
 from evenstep.data.feed import FedMicroBatch, Feed
-from evenstep.data.source import cause_of_no_loss
+from evenstep.data.source import cause_of_no_loss, digest_of
 from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import Metric, PerSequence, Sums
+from evenstep.tensors.transport import CALLS
 from evenstep.train import checks, result
 from evenstep.train.collectives import Alone, Bundle, Collective, gather_values
 from evenstep.train.compiling import Compilations
@@ -225,9 +226,21 @@ class Runner:
                 "on_memory='split' needs samples, but the step holds collated batches. Pass a Step "
                 "whose samples the runner collates."
             )
-        if self.collective.size > 1 and not self._compared:
-            self._compared.append(getattr(step, "fingerprint", ""))
-            checks.check_fingerprints(self._compared[0], self.collective)
+        digests = checks.exchange_digests(step)
+        if split and digests:
+            raise ConfigError(
+                "on_memory='split' divides micro-batches, but this step shares samples between "
+                "ranks. Use on_memory='raise', or plan without sharing."
+            )
+        # Before each step that may share samples: ranks with other plans would exchange nonsense.
+        plan = step.plan if isinstance(step, Step) else None
+        shares = bool(digests) or (plan is not None and plan.recipe.sharing is not None)
+        if self.collective.size > 1 and (shares or not self._compared):
+            fingerprint = getattr(step, "fingerprint", "")
+            if digests:
+                fingerprint = digest_of(f"{fingerprint} {digests}", size=8).hex()
+            self._compared[:] = [fingerprint]
+            checks.check_fingerprints(fingerprint, self.collective)
         budget = getattr(step, "budget", None)
         if not isinstance(step, Step):
             return StepRun(self, step, len(step), budget=budget).run()
@@ -630,6 +643,8 @@ class StepRun:
     ) -> Prepared:
         """Check a batch, count what it holds and move it to the device, if that has memory."""
         checks.check_tree(batch, self.runner.preprocess)
+        checks.check_exchange(batch, self.ranks, self.count is not None)
+        batch = batch.between(self.ranks)
         groups: Collection[int] = ()
         if self.groups is not None:
             groups = self.groups.check(batch.unshared, micro)
@@ -771,12 +786,14 @@ class StepRun:
         # older than this micro-batch, so that fully_shard reduces gradients before they have
         # arrived, and their values those of before the last update.
         torch.clear_autocast_cache()
+        calls = 0 if batch.exchange is None else CALLS[batch.exchange.name]
         in_head: dict[str, Any] = {}
         head = self.heads.at(shard)
         if head is None:
             outputs = runner.forward(runner.model, shard)
         else:
             outputs, in_head = self._run_in_head(head, shard, batches)
+        checks.check_exchanged(runner.model, batch, calls)
 
         losses: dict[str, Sums | Tensor] = {}  # as the functions return them, without divisors
         sums: dict[str, Tensor] = {}
@@ -795,9 +812,10 @@ class StepRun:
                 prefix = f"{name}/" if len(self.losses) > 1 else ""
                 metrics |= {f"{prefix}{key}": each for key, each in value.metrics.items()}
         if self.keeper is not None:
-            self.keeper.add(ready.segments, losses)
+            self.keeper.add(ready.segments, losses, batch.exchange)
         if self.suspects is not None:
-            self.suspects.before_backward(ready.segments, exchange, outputs, shard, losses)
+            mixed = exchange or batch.exchange is not None
+            self.suspects.before_backward(ready.segments, mixed, outputs, shard, losses)
 
         scales = self._exchange_scales(amounts) if self.scales is None else self.scales
         objectives = self.step_loss.objectives(sums, scales)
@@ -937,7 +955,7 @@ class StepRun:
             peak_flops=self.runner.peak_flops,
             ran=tuple(self.ran),
             compiled=Compilations.so_far().since(self.compiled),
-            kept=None if self.keeper is None else self.keeper.kept(),
+            kept=None if self.keeper is None else self.keeper.kept(self.ranks),
             bundle=bundle,
             numbers=numbers,
             known=self.step_loss,

@@ -14,15 +14,21 @@ from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.prefixes import find_prefixes
 from evenstep.core.recipe import Recipe, check_recipe
 from evenstep.core.step import Step
-from evenstep.data.source import length_of
+from evenstep.data.source import digest_of, length_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head, HeadOption, Wanted, positive, score
 from evenstep.tensors.losses import select_output
-from evenstep.tensors.restore import restore_ragged
-from evenstep.train.checks import TokenIds
+from evenstep.tensors.restore import restore_ragged, sum_shared
+from evenstep.tensors.transport import CALLS
+from evenstep.train.checks import (
+    TokenIds,
+    check_exchanged,
+    check_fingerprints,
+    exchange_digests,
+)
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import Forward, device_of, forward_of
 from evenstep.train.model_head import Answer, Heads
@@ -61,7 +67,8 @@ def compute_log_probs(
     to token i. The first token, and tokens that the recipe drops or truncates, get 0.
 
     A `Step` in place of samples and recipe gives the results of this rank's samples, in the order
-    of `step.own_sample_ids`, without communication.
+    of `step.own_sample_ids`, without communication. Only where ranks share samples does it need
+    the `collective`: results are those of whole samples on each rank that runs a part.
 
     Batches are moved to `device`; None: where the model's first parameter is. So are results.
 
@@ -92,17 +99,30 @@ def compute_log_probs(
         check_prefixes=check_prefixes,
         head=layer if isinstance(layer, Head) else None,
         options={"temperature": temperature, "wanted": wanted},
+        ranks=collective,
     )
     if isinstance(samples, Step):
-        if recipe is not None or collective is not None or share_prefixes:
+        digests, plan = exchange_digests(samples), samples.plan
+        may_share = bool(digests) or (plan is not None and plan.recipe.sharing is not None)
+        if recipe is not None or (collective is not None and not may_share) or share_prefixes:
             raise ConfigError(
                 "a step is planned and holds this rank's samples only, so recipe, collective and "
                 "share_prefixes have no effect. Leave them out."
             )
+        if may_share and collective is None:
+            raise ConfigError(
+                "this step shares samples between ranks, which have to exchange them. Pass "
+                "collective=Distributed()."
+            )
+        if collective is not None:
+            text = digest_of(f"{samples.fingerprint} {digests}", size=8).hex()
+            check_fingerprints(text, collective)
         items = samples if samples.batches is None else samples.batches
         if samples.batches is None:
-            scorer.check(samples, samples.plan, Alone())
+            scorer.check(samples, samples.plan, collective or Alone())
         restored = restore_ragged(samples, scorer.results(items), shifted=True)
+        if digests and collective is not None:
+            restored = sum_shared(samples.micro_batches, restored, collective)
         return list(restored.values.split(torch.diff(restored.offsets).tolist()))
     ranks = Alone() if collective is None else collective
     return _score_planned(scorer, samples, recipe, ranks, share_prefixes)
@@ -166,6 +186,7 @@ class _Scorer:
     check_prefixes: bool
     head: Head | None
     """Of the hidden states that the model returns; None if it returns logits."""
+    ranks: Collective | None
     options: Any
 
     def check(self, items: Iterable[Any], plan: Plan | None, ranks: Collective) -> None:
@@ -180,6 +201,7 @@ class _Scorer:
         def batches() -> Iterator[Batch]:
             for item in items:
                 batch = item if isinstance(item, Batch) else self.collate(*item)
+                batch = batch if self.ranks is None else batch.between(self.ranks)
                 token_ids.note(batch)
                 yield batch if self.device is None else batch.to(self.device, non_blocking=True)
 
@@ -209,13 +231,15 @@ class _Scorer:
                 values = torch.stack((scores.log_probs, scores.entropy), -1)
             return [values.unflatten(0, labels.shape)]
 
+        calls = 0 if batch.exchange is None else CALLS[batch.exchange.name]
         layer = self.heads.at(batch)
         if layer is None:
             outputs = self.forward(self.model, batch)
         else:
             outputs = layer.run(self.forward, self.model, batch, compute)
-            if isinstance(outputs, Answer):
-                return outputs.results[0]
+        check_exchanged(self.model, batch, calls)
+        if isinstance(outputs, Answer):
+            return outputs.results[0]
         outputs = select_output(outputs, "logits", batch.rows, batch.width)
         return compute(outputs, self.head)[0]
 

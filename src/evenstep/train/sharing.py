@@ -1,4 +1,4 @@
-"""check_sharing: a model computes the same where samples share a prefix as on whole samples."""
+"""check_sharing: a model computes the same where segments see others as on whole samples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from evenstep.core.plan import MicroBatch, Plan
-from evenstep.core.ragged import rounded_up
+from evenstep.core.ragged import ELSEWHERE, Segments, rounded_up
 from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses import select_output
-from evenstep.tensors.trees import shares_slots
 from evenstep.train.collectives import Collective
 from evenstep.train.framework import Forward, Framework, undisturbed, unwrapped
 
@@ -39,19 +38,22 @@ def check_sharing(
 ) -> None:
     """Raise, on all ranks alike, if outputs differ where two samples share a prefix.
 
-    Once per model and collective, if any rank shares prefixes in this plan. Each rank runs two
-    samples of its micro-batches without gradients: shared, whole, and without their prefix.
-    `items` are its micro-batches and samples.
+    Once per model and collective, if samples share prefixes in this plan, or ranks share samples.
+    Each rank runs two samples of its micro-batches without gradients: shared, whole, and without
+    their prefix; if ranks share samples, the beginning of one sample in two segments. `items` are
+    its micro-batches and samples.
     """
     inner = unwrapped(model)
-    if plan is None or not shares_slots(plan.segments) or _is_checked(inner, ranks):
+    if plan is None or plan.segments.parent is None or _is_checked(inner, ranks):
         return
+    between = bool((plan.segments.parent == ELSEWHERE).any())
     compared, difference, allowed = False, 0.0, 1.0
     error: Exception | None = None
     try:
         item: tuple[MicroBatch, Any] | None = None
         for micro, samples in items:
-            pair = pair_of(micro)
+            pair = halves_of(micro) if between else pair_of(micro)
+            micro = MicroBatch.one_row([]) if between else micro
             item = (micro if pair is None else pair, samples)
             if pair is not None:
                 compared = True
@@ -93,10 +95,31 @@ def _is_checked(model: Any, ranks: Collective) -> bool:
         return False
 
 
+_FEW = 32  # tokens of a sample that is compared
+
+
+def halves_of(micro: MicroBatch) -> MicroBatch | None:
+    """The beginning of a sample in two segments, of which the second sees the first."""
+    if not len(micro.sample_ends) or micro.sample_ends.max() < 2:
+        return None
+    longest = int(micro.sample_ends.argmax())
+    two = [longest, longest]
+    tokens = min(int(micro.sample_ends[longest]), _FEW)
+    half = tokens // 2
+    sample = micro.segments.sample[two]
+    columns = np.array([[0, half], [half, tokens - half], [-1, 0]])  # start, length, parent
+    segments = Segments(sample, *columns)
+    ends = np.full(2, tokens)
+    groups = None if micro.groups is None else micro.groups[two]
+    return MicroBatch(
+        segments, np.array([0, 2]), tokens, micro.sample_lengths[two], 1, ends, groups
+    )
+
+
 def pair_of(micro: MicroBatch) -> MicroBatch | None:
     """The two neighbours of a tree with the fewest tokens; None if no two samples share."""
     segments, leaves = micro.segments, np.flatnonzero(micro.own)
-    if not shares_slots(segments):
+    if not segments.shares_slots:
         return None
     assert segments.parent is not None
     tree = np.cumsum(segments.parent < 0)[leaves]
@@ -120,7 +143,7 @@ def difference_of(model: Any, forward: Forward, batch: Batch) -> tuple[float, fl
         if isinstance(output, Tensor) and output.is_floating_point():
             dtypes.add(output.dtype)
 
-    variants = (batch, batch.unshared, replace(batch, tree=None))
+    variants = (batch, batch.unshared, replace(batch, tree=None, keys=None))
     with undisturbed(model), ExitStack() as stack:
         for module in model.modules() if isinstance(model, torch.nn.Module) else ():
             stack.callback(module.register_forward_hook(note).remove)

@@ -1,0 +1,641 @@
+"""Shared sequences: steps in which several ranks of a wave compute one long sequence together.
+
+    lengths 9 2 2 1 on 3 ranks   ->   0-5 | 5-8 1 | 8-9 2 2      parts of the first on each rank
+
+Where a sequence costs more than a rank's fair share, whole sequences cannot be even. A few waves
+hold the longest ones and divide them; the rest is planned unshared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from evenstep.core.ragged import (
+    ELSEWHERE,
+    FloatArray,
+    IntArray,
+    Segments,
+    divided_up,
+    offsets_of,
+)
+from evenstep.core.recipe import Recipe
+from evenstep.errors import PlanError
+from evenstep.planning.kernels import kernel, rise, sink
+from evenstep.planning.step import DecidedStep, decide_step
+from evenstep.planning.trees import time_of
+from evenstep.planning.units import Units
+
+_LEVEL = 1.0003  # loads over their mean that are level
+_OVER = 1.02  # loads over the level that a part is divided to avoid
+_WORTH = 0.1  # of the level is worth a part
+_LOOK = 8  # ranks that are asked for room
+
+
+@kernel
+def share_wave(
+    size: IntArray,
+    cost: FloatArray,
+    extra: FloatArray,
+    caps: FloatArray,
+    capacity: int,
+    ranks: int,
+    most_parts: int,
+    most_received: int,
+    unit: int,
+    per_token: float,
+    per_pair: float,
+    per_segment: float,
+    per_moved: float,
+) -> tuple[float, IntArray]:
+    """(the load of the slowest rank, the parts) of a wave with these units, dearest first.
+
+    A part is (unit, start, end, rank). The load is infinite and there are no parts if units do not
+    fit.
+    """
+    n, limits = size.shape[0], caps.shape[0]
+    most = n + 6 * ranks + 8
+    unit_of, start, end = (
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+        np.empty(most, np.int64),
+    )
+    rank_of, later = np.empty(most, np.int64), np.empty(most, np.int64)
+    after = np.empty(most, np.int64)  # the next part on the same rank
+    first = np.empty(ranks, np.int64)
+    used, sent, received = np.empty(ranks, np.int64), np.empty(ranks), np.empty(ranks)
+    work, load, held = np.empty(ranks), np.empty(ranks), np.empty((ranks, limits))
+    parts_of, cuts = np.empty(n, np.int64), np.empty(ranks + 1, np.int64)
+    heap, aside = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    items, item_cost = np.empty(n, np.int64), np.empty(n)
+    count = np.zeros(1, np.int64)
+
+    def price(s: int, e: int) -> float:
+        """What tokens s to e of a unit cost behind those before them."""
+        return (e - s) * (per_token + per_pair * (e + s)) + per_segment
+
+    def boundary(e: int, behind: int, load: float) -> int:
+        """Where a part begins that ends at e, is sent to `behind` parts, and loads its rank so."""
+        value = per_token * e + per_pair * e * e + per_segment - load
+        latest = 0.0
+        for slope, level in (
+            (per_token - per_moved, value),
+            (per_token + per_moved * behind, value + per_moved * behind * e),
+        ):
+            root = slope * slope + 4 * per_pair * level
+            if level > 0 and root > 0 and slope + np.sqrt(root) > 0:
+                latest = max(latest, 2 * level / (slope + np.sqrt(root)))
+        return int(min(np.round(latest / unit) * unit, float(e)))
+
+    def round_up(x: int) -> int:
+        return (x + unit - 1) // unit * unit
+
+    def measure(r: int) -> None:
+        load[r] = work[r] + per_moved * max(sent[r], received[r])
+
+    def fits(u: int, s: int, e: int, r: int) -> bool:
+        """Whether rank r has room for tokens s to e of a unit."""
+        if used[r] + e - s > capacity or received[r] + s > most_received:
+            return False
+        for d in range(limits):
+            if held[r, d] + extra[u, d] > caps[d]:
+                return False
+        return True
+
+    def can_swap(a: int, b: int, p: int, q: int) -> bool:
+        """Whether unit a of rank p and unit b of rank q have room in each other's place."""
+        more = size[a] - size[b]
+        if used[q] + more > capacity or used[p] - more > capacity:
+            return False
+        for d in range(limits):
+            more = extra[a, d] - extra[b, d]
+            if held[q, d] + more > caps[d] or held[p, d] - more > caps[d]:
+                return False
+        return True
+
+    def put(at: int, r: int) -> None:
+        """Put part `at` on rank r."""
+        u, s, e = unit_of[at], start[at], end[at]
+        rank_of[at], after[at], first[r] = r, first[r], at
+        used[r] += e - s
+        work[r] += cost[u] if s == 0 and e == size[u] else price(s, e)
+        received[r] += s
+        sent[r] += (e - s) * later[at]
+        for d in range(limits):
+            held[r, d] += extra[u, d]
+        measure(r)
+
+    def take(at: int) -> None:
+        """Take part `at` from its rank."""
+        r, u, s, e = rank_of[at], unit_of[at], start[at], end[at]
+        if first[r] == at:
+            first[r] = after[at]
+        else:
+            before = first[r]
+            while after[before] != at:
+                before = after[before]
+            after[before] = after[at]
+        used[r] -= e - s
+        work[r] -= cost[u] if s == 0 and e == size[u] else price(s, e)
+        received[r] -= s
+        sent[r] -= (e - s) * later[at]
+        for d in range(limits):
+            held[r, d] -= extra[u, d]
+        measure(r)
+
+    def add(u: int, s: int, e: int, behind: int) -> int:
+        """A new part, which is sent to `behind` others."""
+        at = count[0]
+        unit_of[at], start[at], end[at], later[at] = u, s, e, behind
+        count[0] += 1
+        return int(at)
+
+    def has_part(u: int, r: int) -> bool:
+        at = first[r]
+        while at >= 0:
+            if unit_of[at] == u:
+                return True
+            at = after[at]
+        return False
+
+    def cut(at: int, x: int, r: int) -> None:
+        """Divide part `at` at token x; its end goes to rank r."""
+        old, e = rank_of[at], end[at]
+        take(at)
+        new = add(unit_of[at], x, e, later[at])
+        end[at] = x
+        later[at] += 1
+        parts_of[unit_of[at]] += 1
+        put(at, old)
+        put(new, r)
+
+    def split(u: int, level: float, free: int) -> int:
+        """How many parts are peeled from the end of unit u; -1 if it cannot be divided so.
+
+        They start at `cuts`. With too few parts, each has more than the level.
+        """
+        if size[u] <= capacity and cost[u] <= level * _LEVEL:
+            return 0
+        while level < 2 * cost[u]:
+            e, parts = size[u], 0
+            while e > capacity or price(0, e) + per_moved * e * parts > level * _LEVEL:
+                s = max(boundary(e, parts, level), round_up(e - capacity))
+                s = min(s, most_received // unit * unit, (e - 1) // unit * unit)
+                if s <= 0:
+                    return parts
+                if parts + 2 > most_parts or parts >= free or e - s > capacity:
+                    parts = -1
+                    break
+                cuts[parts] = s
+                parts, e = parts + 1, s
+            if parts >= 0:
+                return parts
+            level *= 1.03
+        return -1
+
+    def others(level: float) -> float:
+        """The mean load of the ranks that no peeled part has; infinite if there are none."""
+        left, free = cost.sum(), ranks
+        for u in range(n):
+            if size[u] <= capacity and cost[u] <= level * _LEVEL:
+                break
+            parts = split(u, level, free)
+            if parts > 0:
+                free -= parts
+                head = cuts[parts - 1]
+                left += price(0, head) + per_moved * head * parts - cost[u]
+        return left / free if free > 0 else np.inf
+
+    # The level at which ranks of peeled parts and all others have the same load.
+    level, best, chosen = cost.sum() / ranks, np.inf, np.empty((0, 4), np.int64)
+    above = level
+    while others(above) > above:
+        above *= 1.1
+    for _ in range(12 if above > level else 0):
+        middle = (level + above) / 2
+        if others(middle) > middle:
+            level = middle
+        else:
+            above = middle
+    level = above
+    for _ in range(3):
+        count[0] = 0
+        parts_of[:] = 1
+        first[:], used[:], work[:], sent[:], received[:], load[:] = -1, 0, 0.0, 0.0, 0.0, 0.0
+        held[:] = 0.0
+        feasible, taken, num_items = True, 0, 0
+        # Peel parts from the end of units above the level, each for a rank of its own.
+        for u in range(n):
+            parts = split(u, level, ranks - taken)
+            feasible = feasible and parts >= 0
+            if parts <= 0:
+                continue
+            parts_of[u], e = parts + 1, size[u]
+            for k in range(parts):
+                put(add(u, cuts[k], e, k), taken)
+                taken, e = taken + 1, cuts[k]
+            items[num_items] = add(u, 0, e, parts)
+            item_cost[num_items] = price(0, e) + per_moved * e * parts
+            num_items += 1
+        if not feasible:
+            level *= 1.05
+            continue
+        # What is left and whole units, dearest first, each on the least loaded rank with room.
+        by_cost = np.argsort(-item_cost[:num_items])
+        ready = ranks
+        for r in range(ranks):
+            heap[r] = r
+        for node in range(ranks // 2, -1, -1):
+            sink(heap, ready, load, node, True)
+        next_item, u = 0, 0
+        while next_item < num_items or u < n:
+            while u < n and parts_of[u] > 1:
+                u += 1
+            if next_item < num_items and (u >= n or item_cost[by_cost[next_item]] >= cost[u]):
+                at = items[by_cost[next_item]]
+                next_item += 1
+            elif u < n:
+                at = add(u, 0, size[u], 0)
+                u += 1
+            else:
+                break
+            v, s, e, looked, target = unit_of[at], start[at], end[at], 0, -1
+            while ready > 0:
+                r = heap[0]
+                if fits(v, s, e, r) and not (parts_of[v] > 1 and has_part(v, r)):
+                    target = r
+                    break
+                ready -= 1
+                heap[0] = heap[ready]
+                sink(heap, ready, load, 0, True)
+                aside[looked] = r
+                looked += 1
+            # Divide what fits nowhere, or only where it exceeds the level, over the room of less
+            # loaded ranks, from the end: first up to the level, then anywhere.
+            over = target < 0 or (looked > 0 and load[target] + price(s, e) > level * _OVER)
+            if over and s == 0 and parts_of[v] == 2 and later[at] == 1:
+                # Its last part takes fewer slots: the rank of that one takes a longer head.
+                last, p = at - 1, rank_of[at - 1]
+                value = level - per_segment
+                slope = per_token + per_moved
+                x = int(2 * value / (slope + np.sqrt(slope * slope + 4 * per_pair * value)))
+                x = min(x // unit * unit, capacity // unit * unit)
+                for k in range(looked if e < x < end[last] and used[p] == end[last] - e else 0):
+                    r = aside[k]
+                    heavier = load[r] + price(x, end[last]) + per_moved * x
+                    if heavier <= level * _OVER and fits(v, x, end[last], r):
+                        take(last)
+                        end[at], start[last] = x, x
+                        put(at, p)
+                        put(last, r)
+                        s = x
+                        break
+            for k in range(2 * looked if over else 0):
+                if s == end[at] or (k == looked and target >= 0):
+                    break
+                r, x = aside[k % looked], s
+                if has_part(v, r) or count[0] == most:
+                    continue
+                if k < looked:
+                    if level - load[r] < _WORTH * level:
+                        continue
+                    x = max(x, boundary(end[at], later[at], level - load[r]))
+                x = max(x, round_up(end[at] - (capacity - used[r])))
+                if x >= end[at] or (x > s and parts_of[v] >= most_parts):
+                    continue
+                if not fits(v, x, end[at], r):
+                    continue
+                if x > s:
+                    put(add(v, x, end[at], later[at]), r)
+                    end[at] = x
+                    later[at] += 1
+                    parts_of[v] += 1
+                else:
+                    put(at, r)
+                    s = end[at]
+            if s < end[at] and target >= 0:
+                put(at, target)
+                sink(heap, ready, load, 0, True)
+            elif s < end[at]:
+                feasible = False
+            for k in range(looked):
+                heap[ready] = aside[k]
+                ready += 1
+                rise(heap, ready, load, True)
+            if not feasible:
+                break
+        if not feasible:
+            level *= 1.05
+            continue
+        # Level: from the most to the least loaded rank.
+        for _ in range(3):
+            mean = load.sum() / ranks
+            if load.max() <= mean * _LEVEL:
+                break
+            order = np.argsort(-load)
+            heavy, light, steps = 0, ranks - 1, 0
+            while heavy < light and steps < 4 * ranks and count[0] < most:
+                steps += 1
+                p = order[heavy]
+                excess = load[p] - mean
+                if excess <= mean * (_LEVEL - 1):
+                    heavy += 1
+                    continue
+                done = False
+                for look in range(min(_LOOK, light - heavy)):
+                    q = order[light - look]
+                    if mean - load[q] <= mean * (_LEVEL - 1) / 4:
+                        break
+                    # Exchange whole units, of which none may be one, if both ranks are level then.
+                    low, high = excess * 0.5, mean * _LEVEL - load[q]
+                    give, get, least = -1, -1, np.inf
+                    at = first[p]
+                    while at >= 0:
+                        a = unit_of[at]
+                        if later[at] == 0 and start[at] == 0:
+                            if low <= cost[a] <= high and fits(a, 0, size[a], q):
+                                gap = abs(cost[a] - excess)
+                                if gap < least:
+                                    give, get, least = at, -1, gap
+                            other = first[q] if cost[a] > low else -1
+                            while other >= 0:
+                                b = unit_of[other]
+                                change = cost[a] - cost[b]
+                                if (
+                                    low <= change <= high
+                                    and abs(change - excess) < least
+                                    and later[other] == 0
+                                    and start[other] == 0
+                                    and can_swap(a, b, p, q)
+                                ):
+                                    give, get, least = at, other, abs(change - excess)
+                                other = after[other]
+                        at = after[at]
+                    if give >= 0:
+                        take(give)
+                        if get >= 0:
+                            take(get)
+                            put(get, p)
+                        put(give, q)
+                        done = True
+                        break
+                for look in range(0 if done else min(_LOOK, light - heavy)):
+                    # Else cut the shortest part that costs more than the amount.
+                    q = order[light - look]
+                    amount = min(excess, mean - load[q])
+                    if amount <= mean * (_LEVEL - 1) / 4:
+                        break
+                    at, divide, shortest = first[p], -1, np.inf
+                    while at >= 0:
+                        v, s, e = unit_of[at], start[at], end[at]
+                        if (
+                            e < shortest
+                            and price(s, e) > amount
+                            and parts_of[v] < most_parts
+                            and not has_part(v, q)
+                        ):
+                            divide, shortest = at, e
+                        at = after[at]
+                    if divide < 0:
+                        continue
+                    v, s, e = unit_of[divide], start[divide], end[divide]
+                    x = max(boundary(e, later[divide], amount), s)
+                    x = max(x, e - (capacity - used[q]) // unit * unit)
+                    if s < x < e and price(x, e) > per_moved * x and fits(v, x, e, q):
+                        cut(divide, x, q)
+                        done = True
+                        break
+                if done and load[q] >= mean * (2 - _LEVEL):
+                    order[light - look] = order[light]
+                    light -= 1
+                if not done:
+                    heavy += 1
+        slowest = load.max()
+        if slowest < best:
+            best = slowest
+            chosen = np.empty((count[0], 4), np.int64)
+            for at in range(count[0]):
+                chosen[at, 0], chosen[at, 1] = unit_of[at], start[at]
+                chosen[at, 2], chosen[at, 3] = end[at], rank_of[at]
+        mean = load.sum() / ranks
+        if slowest <= mean * 1.0005 or (mean <= level * 1.0002 and slowest > best):
+            break
+        level = mean
+    return best, chosen
+
+
+_EVEN = 1.002  # times over the ideal from which nothing is shared
+_CLOSE = 1.0005  # times over their bound that are not searched further
+_WAVES = 4  # waves that share, at most
+_FILLS = (0.85, 0.9, 0.95, 0.98, 0.99)  # of the waves that do not
+_TIGHT = 0.8  # of the slots of a wave that shares: more are hard to divide evenly
+_UNEVEN = 0.005  # of its dearest unit is about what a wave that does not share waits
+_SCORED, _PLANNED = 10, 2  # candidates
+_MORE = 6  # numbers of waves that are tried where a step has to share
+
+
+class _Candidate(NamedTuple):
+    """The first `units` in `shared` of `waves` waves, which end at `ends`.
+
+    `time` is what it takes at least, with what ranks are likely to wait.
+    """
+
+    time: float
+    shared: int
+    waves: int
+    units: int
+    ends: tuple[int, ...]
+
+
+class _Sharing:
+    """The units of one step, the dearest first, and its candidates."""
+
+    def __init__(self, segments: Segments, units: Units, recipe: Recipe) -> None:
+        sharing, capacity = recipe.sharing, recipe.capacity
+        self.plain = replace(recipe, sharing=None)
+        assert sharing is not None
+        assert capacity is not None
+        self.segments, self.recipe, self.original = segments, recipe, units
+        self.ranks, self.capacity = recipe.topology.dp, capacity
+        over = units.size > capacity
+        self.order = np.lexsort((-units.cost, ~over))
+        self.units = units.reordered(self.order)
+        self.must = int(over.sum())  # units that only several ranks hold
+        longest = int(units.size.max(initial=1))
+        self.received = sharing.max_received or max(capacity, longest)
+        self.parts = sharing.most_ranks or self.ranks
+        self.slots, self.work = (
+            offsets_of(self.units.size),
+            np.append(0.0, self.units.cost.cumsum()),
+        )
+        self.ideal = float(self.work[-1]) / self.ranks
+
+    def candidates(self, fewest: int) -> list[_Candidate]:
+        """The candidates with `fewest` waves or one more, the most promising first."""
+        per_wave, total = self.capacity * self.ranks, int(self.slots[-1])
+        counts = set()
+        least = max(divided_up(int(self.slots[self.must]), per_wave), 1)
+        for waves in (fewest, fewest + 1):
+            for shared in range(least, min(least + _WAVES - 1, waves) + 1):
+                for fill in _FILLS:
+                    rest = int(fill * per_wave * (waves - shared))
+                    count = max(int(np.searchsorted(self.slots, total - rest)), self.must, 1)
+                    if self.slots[count] <= per_wave * shared:
+                        counts.add((shared, waves, count))
+        return sorted(self.candidate(*each) for each in counts)
+
+    def candidate(self, shared: int, waves: int, count: int) -> _Candidate:
+        """One candidate: the ideal, what exchanges and micro-batches cost, and waiting."""
+        cost, per_wave = self.recipe.cost, self.capacity * self.ranks
+        # Full waves with a long unit on every rank, then equally many slots in each.
+        large = int((self.units.size[:count] > self.capacity // 2).sum())
+        full = min(large // self.ranks, shared - 1)
+        first, last = self.slots[self.ranks * full], self.slots[count]
+        parts = np.arange(1, shared - full + 1) / (shared - full)
+        ends = np.searchsorted(self.slots, first + (last - first) * parts)
+        # Waves with few slots to spare cannot be even, nor can large units of the rest.
+        fill = (last - first) / (shared - full) / per_wave
+        waits = max(0.0, fill - _TIGHT) * self.ideal / waves
+        waits += self.waiting(count, waves - shared)
+        if count < len(self.units):
+            waits += _UNEVEN * float(self.units.cost[count]) * (waves - shared)
+        time = self.ideal + shared * cost.exchange + waves * cost.per_micro_batch + waits
+        whole = (self.ranks * (wave + 1) for wave in range(full))
+        return _Candidate(time, shared, waves, count, (*whole, *ends.tolist()))
+
+    def waiting(self, count: int, waves: int) -> float:
+        """A lower bound on what ranks wait in `waves` waves with the units from `count` on.
+
+        The k waves with the dearest units hold at most their slots, so that they do at most the
+        work of the dearest tokens, and a unit that these slots cannot hold is in another wave.
+        """
+        cost, slots = self.units.cost, self.slots
+        if waves == 0 or count == len(cost):
+            return 0.0
+        if self.recipe.sync_every == "step":
+            return max(0.0, float(cost[count] - (self.work[-1] - self.work[count]) / self.ranks))
+        ends = slots[count] + np.arange(min(waves, 8)) * (self.capacity * self.ranks)
+        first = np.searchsorted(slots, ends[ends < slots[-1]], "right") - 1
+        done = np.append(self.work[first[1:] + 1], self.work[-1]) - self.work[count]
+        return max(0.0, float((np.cumsum(cost[first]) - done / self.ranks).max()))
+
+    def share(self, candidate: _Candidate) -> tuple[float, list[tuple[int, IntArray]]]:
+        """(the time of the waves that share, their parts); parts count from the wave's first."""
+        cost, units = self.recipe.cost, self.units
+        time, waves, first = 0.0, [], 0
+        for end in candidate.ends:
+            each = slice(first, max(end, first))
+            slowest, parts = share_wave(
+                units.size[each],
+                units.cost[each],
+                units.extra[each],
+                units.caps,
+                self.capacity,
+                self.ranks,
+                self.parts,
+                self.received,
+                self.recipe.topology.alignment,
+                cost.per_token,
+                cost.per_pair,
+                cost.per_segment,
+                cost.moved,
+            )
+            exchange = cost.exchange if (parts[:, 1] > 0).any() else 0.0
+            time += slowest + exchange + cost.per_micro_batch
+            waves.append((first, parts))
+            first = each.stop
+        return time, waves
+
+    def rest(self, candidate: _Candidate, waves: int | None) -> DecidedStep:
+        """The units that are not in waves that share, in so many waves. Raises if none fit."""
+        chosen = np.flatnonzero(self.units.of_segment >= candidate.units)
+        if waves == 0 or not len(chosen):
+            return _NOTHING
+        units = self.original.of_segments(chosen)
+        return decide_step(self.segments.take(chosen), units, self.plain, waves)
+
+    def step(
+        self, waves: int, shared: list[tuple[int, IntArray]], rest: DecidedStep
+    ) -> DecidedStep:
+        """The step whose first waves share, with the rest after them."""
+        columns = []
+        for wave, (first, parts) in enumerate(shared):
+            unit, start, end, rank = parts.T
+            segment = self.order[unit + first]
+            length = np.minimum(end, self.segments.length[segment]) - start
+            parent = np.where(start > 0, ELSEWHERE, -1)
+            columns.append(
+                (self.segments.sample[segment], start, length, parent, rank * waves + wave)
+            )
+        if len(rest.segments):
+            micro = rest.micro // rest.per_rank * waves + len(shared) + rest.micro % rest.per_rank
+            whole = rest.segments
+            columns.append(
+                (whole.sample, whole.start, whole.length, np.full(len(micro), -1), micro)
+            )
+        joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
+        row = np.zeros(len(joined[4]), np.int64)
+        return DecidedStep(Segments(*joined[:4]), joined[4], row, waves, None)
+
+    def search(self, fewest: int, time: float) -> DecidedStep | None:
+        """The fastest step that shares; None if none takes less than `time`."""
+        best: DecidedStep | None = None
+        scored, least, cost = [], time, self.recipe.cost
+        # Score candidates by their waves that share and by what the others take at least.
+        for candidate in self.candidates(fewest)[:_SCORED]:
+            if candidate.time >= least:
+                break
+            shared_time, waves = self.share(candidate)
+            ideal = float(self.work[candidate.units]) / self.ranks
+            fixed = candidate.shared * (cost.exchange + cost.per_micro_batch)
+            score = candidate.time - ideal - fixed + shared_time
+            if score < time:
+                scored.append((score, candidate, shared_time, waves))
+            least = min(least, score)
+        # Plan the others of the best.
+        for score, candidate, shared_time, waves in sorted(scored, key=itemgetter(0))[:_PLANNED]:
+            if score >= time:
+                break
+            try:
+                rest = self.rest(candidate, candidate.waves - candidate.shared)
+            except PlanError:
+                continue
+            total = shared_time + (time_of(rest, self.recipe) if rest.per_rank else 0.0)
+            if total < time:
+                best, time = self.step(candidate.waves, waves, rest), total
+        return best
+
+    def one_by_one(self) -> DecidedStep:
+        """A wave for each unit that no rank holds alone, and the others after them."""
+        count, ends = self.must, tuple(range(1, self.must + 1))
+        rest = self.rest(_Candidate(0.0, count, 0, count, ends), None)
+        waves = count + rest.per_rank
+        parts = self.share(_Candidate(0.0, count, waves, count, ends))[1]
+        return self.step(waves, parts, rest)
+
+
+_NONE = np.empty(0, np.int64)
+_NOTHING = DecidedStep(Segments(_NONE, _NONE, _NONE), _NONE, _NONE, 0, None)
+
+
+def share_sequences(segments: Segments, units: Units, recipe: Recipe) -> DecidedStep:
+    """Decide one step in which ranks share sequences, or not where that is as fast."""
+    sharing = _Sharing(segments, units, recipe)
+    alone, time = None, np.inf
+    fewest = divided_up(int(units.size.sum()), sharing.capacity * sharing.ranks)
+    if not sharing.must:
+        alone = decide_step(segments, units, sharing.plain, None)
+        time, fewest = time_of(alone, recipe), alone.per_rank
+        even = sharing.ideal * _EVEN + fewest * recipe.cost.per_micro_batch
+        return (
+            alone if time <= even or sharing.ranks == 1 else sharing.search(fewest, time) or alone
+        )
+    # Samples that no rank holds alone: more and more waves, at last one for each of them.
+    for more in range(_MORE):
+        step = sharing.search(fewest + more * (1 + fewest // 8), np.inf)
+        if step is not None:
+            return step
+    return sharing.one_by_one()
