@@ -131,11 +131,11 @@ def _micro_batches(plan: Plan, cluster: Cluster) -> tuple[FloatArray, FloatArray
     own = plan.recipe.layout.micro_batch_costs(
         cost, plan.rows, plan.widths, owner, plan.aligned_lengths, plan.segments.behind
     )
-    real = sum_by(
-        owner, cost.of_lengths(plan.segments.length, plan.segments.behind), plan.num_micro_batches
-    )
+    moved = exchange_costs(plan, cost)
+    tokens = cost.of_lengths(plan.segments.length, plan.segments.behind)
     held = np.diff(plan.segment_offsets) > 0
-    real = real + np.where(held, cost.per_micro_batch, 0.0)
+    real = sum_by(owner, tokens, plan.num_micro_batches)
+    own, real = own + moved, real + moved + np.where(held, cost.per_micro_batch, 0.0)
     return np.maximum(own, cluster.least), own, np.minimum(real, own)
 
 
