@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from docs.pictures.canvas import Canvas
-from evenstep import MicroBatch, Packed, Padded, Plan, Prefixes, Recipe, Topology, make_plan
+from evenstep import (
+    Cost,
+    MicroBatch,
+    Packed,
+    Padded,
+    Plan,
+    Prefixes,
+    Recipe,
+    Sharing,
+    Topology,
+    make_plan,
+)
 
 LENGTHS = [9, 2, 3, 16, 4, 2, 7, 3, 12, 2, 5, 3]
 BUDGET = 20
@@ -214,8 +227,36 @@ def _tree_row(canvas: Canvas, y: float, micro: MicroBatch, prompt: int) -> None:
         x += int(length) * SLOT
 
 
+def sharing() -> Canvas:
+    """A step with one long sequence on three ranks, with and without sharing."""
+    lengths, cost = [30, 9, 7, 6, 4, 3], Cost(per_token=24, per_pair=1, per_moved=0, per_exchange=0)
+    recipe = Recipe(layout=Packed(max_tokens=36), topology=Topology(dp=3), cost=cost)
+    canvas, y = Canvas("One step without and with a shared sequence", 480, 240), 24
+    for plan, name in (
+        (make_plan(lengths, recipe), "Whole sequences"),
+        (make_plan(lengths, replace(recipe, sharing=Sharing())), "Ranks share the longest"),
+    ):
+        work = plan.costs
+        canvas.text(16, y, f"{name}: slowest rank {work.max() / work.mean():.2f}× the mean", "h")
+        y += 12
+        for rank in range(3):
+            canvas.text(20, y + 15, f"rank {rank}")
+            x, parts = 80.0, plan[0, rank][0].segments
+            for sample, start, length in zip(parts.sample, parts.start, parts.length, strict=True):
+                canvas.box(x, y, int(length) * SLOT, 20, "s4" if sample == 0 else "s1")
+                label, bright = str(sample), " bright" if sample == 0 else ""
+                if sample == 0 and length > 4:
+                    label = f"tokens {start}–{start + length - 1}"
+                canvas.text(x + int(length) * SLOT / 2, y + 14, label, f"small middle{bright}")
+                x += int(length) * SLOT
+            y += 24
+        y += 34
+    return canvas
+
+
 PICTURES = {
     "trees": trees,
+    "sharing": sharing,
     "lengths-to-plan": lengths_to_plan,
     "layouts": layouts,
     "lock-step": lock_step,

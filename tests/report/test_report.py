@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Cost, Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
+from evenstep import Cost, Packed, Padded, Plan, Recipe, Sharing, Steps, Topology, make_plan
 from evenstep.errors import InputError
 from evenstep.report import Entry, Report, RunLog, advice, fit_cost, report_page
 from tests.examples import examples
@@ -181,11 +182,24 @@ def test_the_sample_that_sets_the_pace_is_named_with_what_would_help() -> None:
     recipe = Recipe(layout=Packed(max_tokens=65536), topology=topology, cost=COST)
     plan = make_plan(lengths, recipe)
     first = advice(plan, make_plan)[0]
-    assert re.match(
-        r"Sample 17 with 60,000 tokens sets the pace of step 0: context par", first.text
+    shared = make_plan(lengths, replace(recipe, sharing=Sharing()))
+    saved = 1 - step_times(shared).sum() / step_times(plan).sum()
+    assert first.saving == pytest.approx(saved)
+    assert first.text.startswith(
+        f"Sample 17 with 60,000 tokens sets the pace of step 0: sharing=Sharing() would cut the "
+        f"step by {100 * saved:.0f} %."
     )
-    assert first.saving is not None
-    ranks = int(re.findall(r"context parallelism (\d)", first.text)[0])
+    assert not any("sets the pace" in each.text for each in advice(shared, make_plan))
+
+
+def test_where_ranks_cannot_share_context_parallelism_is_advised() -> None:
+    lengths = np.full(64, 500)
+    lengths[17] = 60_000
+    dear = replace(COST, per_exchange=1e30)
+    recipe = Recipe(layout=Packed(max_tokens=65536), topology=Topology(dp=4), cost=dear)
+    plan = make_plan(lengths, recipe)
+    first = advice(plan, make_plan)[0]
+    ranks = int(re.findall(r"step 0: context parallelism (\d)", first.text)[0])
     shared = Topology(dp=4 // ranks, cp=ranks)
     layout = Packed(max_tokens=65536 * ranks)
     other = make_plan(lengths, Recipe(layout=layout, topology=shared, cost=COST))

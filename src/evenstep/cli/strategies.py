@@ -80,6 +80,7 @@ def refuse_duplicates(strategies: list[Strategy]) -> list[Strategy]:
 def built_in_strategies(job: Job) -> list[Strategy]:
     """What most scripts do, the recipe itself, then padded and packed strategies in its budget."""
     recipe = job.recipe
+    alone = () if recipe.sharing is None else ("sharing=null",)
     today = (
         "layout.kind=padded",
         "layout.samples=8",
@@ -90,6 +91,7 @@ def built_in_strategies(job: Job) -> list[Strategy]:
         "second_work=null",
         "min_saving=null",
         "seed=0",
+        *alone,
     )
     budget, unit = recipe.layout.budget, recipe.width_unit
     longest = int(np.nan_to_num(job.samples.lengths).max(initial=1))
@@ -98,6 +100,7 @@ def built_in_strategies(job: Job) -> list[Strategy]:
         budget = widest * (recipe.layout.samples or 1)
     widest = min(widest, budget // unit * unit)
     shared = (f"layout.max_tokens={budget}", "layout.samples=null", "balance=refined", "seed=0")
+    shared = (*shared, *alone)
     unaware = "second_work=null"  # such plans do not even it out; their time counts it
     padded = (*shared, unaware, "layout.kind=padded", "layout.cut=null", "layout.pad_to=null")
     plain = ("layout.rows=1", "layout.pad_to=null", "layout.packer=null")

@@ -34,6 +34,7 @@ from evenstep.core.ragged import (
 from evenstep.core.text import MOST
 
 if TYPE_CHECKING:
+    from evenstep.core.cost import Cost
     from evenstep.core.plan import Plan
     from evenstep.core.recipe import SecondWork, SyncEvery
 
@@ -96,11 +97,14 @@ def waves_that_share(plan: Plan) -> BoolArray:
     return np.isin(number, number[plan.exchanged[1] > 0])
 
 
-def exchange_costs(plan: Plan) -> FloatArray:
-    """What each micro-batch sends or receives, the larger of both, and what its exchanges cost."""
+def exchange_costs(plan: Plan, cost: Cost | None = None) -> FloatArray:
+    """What each micro-batch sends or receives, the larger of both, and what its exchanges cost.
+
+    By the recipe's cost, or another.
+    """
     if not plan.segments.is_shared.any():
         return np.zeros(plan.num_micro_batches)
-    cost, moved = plan.recipe.cost, np.maximum(*plan.exchanged)
+    cost, moved = cost or plan.recipe.cost, np.maximum(*plan.exchanged)
     return np.asarray(cost.moved * moved + cost.exchange * waves_that_share(plan), np.float64)
 
 

@@ -15,8 +15,8 @@ from evenstep.core.layout import Packed
 from evenstep.core.measures import step_means, step_times
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray
-from evenstep.core.recipe import Recipe, Steps
-from evenstep.errors import EvenstepError
+from evenstep.core.recipe import Recipe, Sharing, Steps
+from evenstep.errors import ConfigError, EvenstepError
 from evenstep.report.numbers import count, times
 
 Planner: TypeAlias = Callable[..., Plan]
@@ -67,7 +67,7 @@ def _pace(plan: Plan, planner: Planner) -> Iterator[Advice]:
     Not with second work: whether context parallelism divides it is unknown.
     """
     ranks, recipe = plan.num_ranks, plan.recipe
-    if recipe.second_work is not None:
+    if recipe.second_work is not None or recipe.sharing is not None:
         return
     costs = recipe.layout.segment_costs(recipe, plan.aligned_lengths)
     starts = plan.segment_offsets[plan.cell_offsets[::ranks]]
@@ -88,16 +88,21 @@ def _pace(plan: Plan, planner: Planner) -> Iterator[Advice]:
         for cp in (2, 4, 8)
         if ranks % cp == 0
     }
-    best = max(saved.values(), default=0.0)
+    shared = _saving(plan, [step], planner, _with_sharing(recipe))
+    best = max(shared, *saved.values(), 0.0)
     if best < _WORTH:
         return
-    cp = next(cp for cp, saving in saved.items() if saving >= 0.9 * best)
+    change, saving = "sharing=Sharing()", shared
+    if shared < 0.9 * best:
+        cp = next(cp for cp, saving in saved.items() if saving >= 0.9 * best)
+        change = f"context parallelism {cp * recipe.topology.cp} on the same devices"
+        saving = saved[cp]
     often = f" One sample sets the pace in {count(sets.sum())} of {times(len(sets), 'step')}."
     yield Advice(
         f"Sample {name} with {times(int(plan.segments.length[segment]), 'token')} sets the pace of "
-        f"step {step}: context parallelism {cp * recipe.topology.cp} on the same devices would cut "
-        f"the step by {_percent(saved[cp])}.{often if sets.sum() > 1 else ''}",
-        saved[cp],
+        f"step {step}: {change} would cut the step by {_percent(saving)}."
+        f"{often if sets.sum() > 1 else ''}",
+        saving,
     )
 
 
@@ -165,6 +170,14 @@ def _saving(
     except EvenstepError:
         return 0.0
     return 1 - after / before if before > 0 else 0.0
+
+
+def _with_sharing(recipe: Recipe) -> Recipe | None:
+    """The recipe with ranks that share sequences; None if it has settings that exclude it."""
+    try:
+        return replace(recipe, steps=Steps(), sharing=Sharing())
+    except ConfigError:
+        return None
 
 
 def _context_parallel(recipe: Recipe, times: int) -> Recipe | None:

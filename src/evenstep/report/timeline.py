@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evenstep.core.measures import time_of_works, works_of
+from evenstep.core.measures import time_of_works, waves_that_share, works_of
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.recipe import SecondWork
@@ -75,7 +75,7 @@ def timelines(
     `second_work` is drawn instead of the recipe's, for a plan that was made without it.
     """
     lock_step = plan.recipe.sync_every == "micro_batch"
-    every, ranks = works_of(plan, second_work), plan.num_ranks
+    every, ranks, met = works_of(plan, second_work), plan.num_ranks, waves_that_share(plan)
     measured = second_work or plan.recipe.second_work
     name = "" if measured is None else measured.column
     result = []
@@ -94,5 +94,13 @@ def timelines(
         else:
             starts = before + np.cumsum(cost, axis=1) - cost
         end = time_of_works(works, plan.recipe.sync_every)
+        if not lock_step and met[micro].any():
+            # Ranks meet in waves in which they share sequences.
+            starts, clock = np.empty_like(cost), np.zeros(ranks)
+            for wave, meets in enumerate(met[micro[0]].tolist()):
+                starts[:, wave] = clock = np.full(ranks, clock.max()) if meets else clock
+                clock = clock + cost[:, wave]
+                clock = np.full(ranks, clock.max()) if meets else clock
+            end = float(clock.max())
         result.append(Timeline(step, micro, cost, starts, lock_step, end, second, name))
     return result

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from evenstep.core.measures import exchange_costs
 from evenstep.core.plan import Plan
 from evenstep.core.ragged import FloatArray, IntArray, sum_by
 from evenstep.core.recipe import Recipe
@@ -128,11 +129,13 @@ def _micro_batches(plan: Plan, cluster: Cluster) -> tuple[FloatArray, FloatArray
     """(seconds of each micro-batch, what its slots need of them, what its real tokens need)."""
     cost, owner = cluster.cost, plan.micro_batch_of_segment
     own = plan.recipe.layout.micro_batch_costs(
-        cost, plan.rows, plan.widths, owner, plan.aligned_lengths
+        cost, plan.rows, plan.widths, owner, plan.aligned_lengths, plan.segments.behind
     )
-    real = sum_by(owner, cost.of_lengths(plan.segments.length), plan.num_micro_batches)
+    moved = exchange_costs(plan, cost)
+    tokens = cost.of_lengths(plan.segments.length, plan.segments.behind)
     held = np.diff(plan.segment_offsets) > 0
-    real = real + np.where(held, cost.per_micro_batch, 0.0)
+    real = sum_by(owner, tokens, plan.num_micro_batches)
+    own, real = own + moved, real + moved + np.where(held, cost.per_micro_batch, 0.0)
     return np.maximum(own, cluster.least), own, np.minimum(real, own)
 
 

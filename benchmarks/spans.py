@@ -1,0 +1,172 @@
+"""Plans in which ranks share long sequences, compared with whole sequences and static cp.
+
+`python benchmarks/spans.py` files benchmarks/results/spans.md. Lengths come from the folder in
+`EVENSTEP_LENGTHS`, or ../shared/data/lengths.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from evenstep import Cost, Packed, Plan, Recipe, Sharing, Topology, make_plan
+from evenstep.core.measures import step_times
+
+RESULTS = Path(__file__).parent / "results" / "spans.md"
+LENGTHS = Path(os.environ.get("EVENSTEP_LENGTHS", "../shared/data/lengths"))
+SEEDS = 8
+LLAMA, NORMAL = Cost.named("llama-3-8b"), Cost(per_token=24576, per_pair=1)
+# Keys and values at 50 GB/s and 2.5 ms per exchange and layer; of the log-normal cost, in the same
+# proportion to a token's cost.
+PRICED = {
+    LLAMA: LLAMA.with_exchange("llama-3-8b"),
+    NORMAL: replace(NORMAL, per_moved=0.0576 * 24576, per_exchange=879 * 24576.0),
+}
+
+
+class Setting(NamedTuple):
+    """Samples, ranks and budget; a file of lengths, or log-normal ones (median 3,000, sigma 1)."""
+
+    name: str
+    samples: int
+    ranks: int
+    budget: int
+    file: str | None
+    cost: Cost
+
+    def lengths(self, seed: int) -> Any:
+        """The lengths of one seed."""
+        rng = np.random.default_rng(seed)
+        if self.file is None:
+            drawn = np.round(rng.lognormal(np.log(3000), 1, self.samples))
+        else:
+            drawn = rng.choice(np.load(LENGTHS / f"{self.file}.npy"), self.samples)
+        return drawn.astype(np.int64).clip(1, self.budget)
+
+
+AGENTS, DOCUMENTS = "agent_conversations", "prolong_documents"
+SETTINGS = [
+    Setting("agent conversations", 128, 8, 131_072, AGENTS, LLAMA),
+    Setting("agent conversations", 512, 32, 131_072, AGENTS, LLAMA),
+    Setting("long documents", 512, 32, 65_536, DOCUMENTS, LLAMA),
+    Setting("long documents", 2048, 256, 131_072, DOCUMENTS, LLAMA),
+    Setting("pre-training mix", 4096, 64, 32_768, "pretrain_mix", LLAMA),
+    Setting("log-normal", 1024, 64, 32_768, None, NORMAL),
+    Setting("log-normal", 8192, 64, 32_768, None, NORMAL),
+    Setting("log-normal", 16384, 256, 65_536, None, NORMAL),
+]
+
+
+def rings(plan: Plan) -> float:
+    """Tokens received over those of rings of the next power of two ranks: L (g - 1)."""
+    parts = np.bincount(plan.segments.sample, minlength=len(plan.lengths))
+    shared = parts > 1
+    if not shared.any():
+        return np.nan
+    ring = plan.lengths[shared] * (2 ** np.ceil(np.log2(parts[shared])) - 1)
+    return float(plan.exchanged[1].sum() / ring.sum())
+
+
+def cpu_time(lengths: Any, recipe: Recipe) -> float:
+    """CPU milliseconds of a plan, the median of three."""
+    seconds = []
+    for _ in range(3):
+        began = time.process_time()
+        make_plan(lengths, recipe)
+        seconds.append(time.process_time() - began)
+    return 1e3 * float(np.median(seconds))
+
+
+def static(setting: Setting, lengths: Any, cp: int) -> float:
+    """The time with context parallelism for all samples: each rank is cp devices.
+
+    Every device receives what the others of its group hold: (cp - 1) / cp of all tokens.
+    """
+    cost, topology = PRICED[setting.cost], Topology(dp=setting.ranks // cp, cp=cp)
+    layout = Packed(max_tokens=setting.budget * cp)
+    plan = make_plan(lengths, Recipe(layout=layout, topology=topology, cost=setting.cost))
+    moved = plan.costs / cp + cost.moved * plan.slots * (cp - 1) / cp + cost.exchange
+    return float(moved.reshape(topology.dp, -1).max(axis=0).sum())
+
+
+def measure(setting: Setting, seed: int) -> dict[str, float]:
+    """The figures of one seed, times over the ideal."""
+    lengths, ranks = setting.lengths(seed), setting.ranks
+    alone = Recipe(
+        layout=Packed(max_tokens=setting.budget), topology=Topology(dp=ranks), cost=setting.cost
+    )
+    free = replace(setting.cost, per_moved=0.0, per_exchange=0.0)
+    whole = make_plan(lengths, alone)
+    even = make_plan(lengths, replace(alone, cost=free, sharing=Sharing()))
+    priced = replace(alone, cost=PRICED[setting.cost], sharing=Sharing())
+    plan = make_plan(lengths, priced)
+    ideal = float(setting.cost.of_lengths(lengths).sum()) / ranks
+    before, after = float(step_times(whole)[0]), float(step_times(plan)[0])
+    shares = bool(plan.segments.is_shared.any())
+    return {
+        "whole": before / ideal,
+        "lock": float(step_times(even)[0]) / ideal,
+        "sum": float(step_times(even, "step")[0]) / ideal,
+        "more": (even.num_micro_batches - whole.num_micro_batches) / ranks,
+        "over": after / (ideal + priced.cost.exchange) if shares else np.nan,
+        "gain": 1 - after / before,
+        "rings": rings(plan),
+        "ms": cpu_time(lengths, priced),
+        "times": cpu_time(lengths, priced) / cpu_time(lengths, alone),
+        **{f"cp {cp}": static(setting, lengths, cp) / ideal for cp in (2, 4, 8)},
+        "priced": after / ideal,
+    }
+
+
+def main() -> None:
+    """Measure all settings and file the results."""
+    lines = [
+        "# Plans in which ranks share sequences",
+        "",
+        f"{SEEDS} seeds each; mean (worst). Times are modelled, over the ideal (all work "
+        "divided by the ranks). Without communication: lock-step, rank sum, and waves more than "
+        "whole sequences. Priced: 50 GB/s and 2.5 ms per exchange and layer, over the ideal plus "
+        "one fixed exchange where a plan shares; gain over whole sequences; tokens received over "
+        "rings of the next power of two ranks. `python benchmarks/spans.py` makes this page.",
+        "",
+        "| setting | whole | shared, free | rank sum | more waves | priced / (ideal + exchange) | "
+        "gain, mean (least) | received / rings | ms | × unshared |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    table = ["", "| setting | whole | shared | cp 2 | cp 4 | cp 8 |", "| --- " * 6 + "|"]
+    for setting in SETTINGS:
+        rows = [measure(setting, seed) for seed in range(SEEDS)]
+        column = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+
+        def both(name: str, digits: int = 4, column: Any = column) -> str:
+            values = column[name][~np.isnan(column[name])]
+            if not len(values):
+                return "–"
+            return f"{values.mean():.{digits}f} ({values.max():.{digits}f})"
+
+        name = f"{setting.name}, {setting.samples:,} on {setting.ranks}, {setting.budget:,}"
+        gain = column["gain"]
+        lines.append(
+            f"| {name} | {both('whole', 2)} | {both('lock')} | {both('sum')} | "
+            f"{int(column['more'].max())} | {both('over')} | {100 * gain.mean():.1f} % "
+            f"({100 * gain.min():.1f} %) | {both('rings', 2)} | {both('ms', 1)} | "
+            f"{both('times', 1)} |"
+        )
+        means = (
+            f"{column[each].mean():.3f}" for each in ("whole", "priced", "cp 2", "cp 4", "cp 8")
+        )
+        table.append(f"| {name} | {' | '.join(means)} |")
+        print(lines[-1], table[-1], sep="\n", flush=True)
+    text = (
+        "\n\nStatic context parallelism for all samples, on the same devices and links, priced:\n"
+    )
+    RESULTS.write_text("\n".join(lines) + text + "\n".join(table) + "\n")
+
+
+if __name__ == "__main__":
+    main()
