@@ -216,11 +216,9 @@ if TYPE_CHECKING:
     from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
     from evenstep.train.watch import _is_consequence
     from evenstep.trainer import run as run_module
-    from evenstep.trainer import state
     from evenstep.trainer.checkpoints import complete, read_place
     from evenstep.trainer.job import Job as TrainJob
-    from evenstep.trainer.run import record
-    from evenstep.trainer.state import State
+    from evenstep.trainer.run import State, record
 
 
 def _homes() -> dict[str, tuple[str, str]]:

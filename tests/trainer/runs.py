@@ -21,7 +21,7 @@ from evenstep import Packed, Recipe, Steps
 from evenstep.config import Settings
 from evenstep.data import Corpus
 from evenstep.trainer import train
-from tests.internals import PARTS, state
+from tests.internals import PARTS, run_module
 
 SAMPLES, PER_STEP = 24, 6
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def settings(out: Path, paths: str, **changes: Any) -> Settings:
 
 def break_on(letter: str) -> None:
     """From now on, the outputs of tokens that are this letter are NaN."""
-    forward_for = vars(state)["forward_for"]
+    forward_for = vars(run_module)["forward_for"]
 
     def broken(*arguments: Any) -> Any:
         forward = forward_for(*arguments)
@@ -70,7 +70,7 @@ def break_on(letter: str) -> None:
 
         return run
 
-    vars(state).update(forward_for=broken)
+    vars(run_module).update(forward_for=broken)
 
 
 def checkpoint(path: Path) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from evenstep.errors import FileError
-from evenstep.trainer import state, train
-from tests.internals import complete, read_place
+from evenstep.trainer import train
+from tests.internals import complete, read_place, run_module
 from tests.trainer.runs import break_on, finish, logged, losses, settings, start, texts
 
 KILLS = 10
@@ -25,7 +25,9 @@ def test_two_processes_give_the_losses_of_one_and_skip_the_same_step(
     data = texts(tmp_path, start="z")
     trainer = {"on_nonfinite": "skip"}
     options: dict[str, Any] = {"stream": {"max_num_steps": 4}, "trainer": trainer}
-    monkeypatch.setattr(state, "forward_for", vars(state)["forward_for"])  # restored at the end
+    monkeypatch.setattr(
+        run_module, "forward_for", vars(run_module)["forward_for"]
+    )  # restored at the end
     break_on("z")
     train(settings(tmp_path / "one", data, **options))
 
@@ -39,7 +41,9 @@ def test_two_processes_give_the_losses_of_one_and_skip_the_same_step(
 def test_a_folder_belongs_to_one_run_until_that_is_killed(tmp_path: Path) -> None:
     data, out = texts(tmp_path), tmp_path / "run"
     process = start(out, data, stream={"max_num_steps": 100_000})
-    _wait_for_steps(out, process, 4)
+    while not complete(out / "checkpoints"):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
     other = settings(out, data, stream={"max_num_steps": 100_000}, trainer={"keep": 1})
 
     with pytest.raises(FileError, match=f"is in use by process {process.pid} on "):

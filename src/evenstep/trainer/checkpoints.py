@@ -5,9 +5,9 @@
     out/checkpoints/damaged-step-000140/  one that `trainer.fall_back` went past
 
 A checkpoint holds what `torch.distributed.checkpoint` writes (model, optimizer, random states) and
-`state.json` (step, cursor, size and checksum of every file). It is written beside and renamed when
-every rank has finished. Loading compares the checksums, before anything is unpickled, and reshards
-it for any number of ranks.
+`state.json` (step, cursor, size and checksum of every file). It is copied to the host, then written
+beside by a thread while training goes on, and renamed when every rank has finished. Loading
+compares the checksums, before anything is unpickled, and reshards it for any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,14 +42,18 @@ _NAME = re.compile(r"step-(\d+)")
 _STATE = "state.json"
 _CHUNK = 2**24  # bytes read at a time for a checksum
 
+# One process needs no group; the filter holds in the thread that writes too.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
 
 class Place(NamedTuple):
-    """Where a run is: steps done, the cursor of the stream after them, and how many of the steps
-    were skipped."""
+    """Where a run is: steps done, the cursor of the stream after them, how many of the steps were
+    skipped, and the step and the loss of the best evaluation."""
 
     step: int
     cursor: dict[str, Any] | None
     skipped: int = 0
+    best: tuple[int, float] | None = None
 
 
 class DamagedError(FileError):
@@ -61,58 +65,96 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, ranks: Ranks) -> None:
         self.folder, self.keep, self.ranks = folder, keep, ranks
+        self._thread = ThreadPoolExecutor(1, "evenstep-checkpoints")
+        self._written: tuple[Path, Future[str | None]] | None = None
 
     # Writing --------------------------------------------------------------------------------------
 
     def save(self, place: Place, model: Any, optimizer: Any) -> None:
-        """Write a checkpoint, then remove the oldest beyond `keep`.
+        """Copy what a checkpoint holds and begin to write it. `finish` waits for its end.
 
         Refuses weights that are not finite. If it fails, the others remain.
         """
+        self.finish()
         self._refuse_nonfinite(place, model, optimizer)
         name = f"step-{place.step:06d}"
         target, beside = self.folder / name, self.folder / f".{name}"
-        with self._writing(target):
-            if self.ranks.first:
+        failure: str | None = None
+        if self.ranks.first:
+            try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for old in self.folder.glob(".step-*"):
                     shutil.rmtree(old)
-        with self._writing(target), _alone_is_fine():
-            dcp.save(self._state(model, optimizer), checkpoint_id=beside, no_dist=self._alone)
-        files: dict[str, tuple[int, int]] = {}
-        with self._writing(target):
-            files = {file.name: _checksum(file) for file in self._written(beside)}
-        for each in self.ranks.gather(files):
-            files |= each
-        with self._writing(target):
-            if self.ranks.first:
-                replace_file(beside / _STATE, _encode(place, files))
-                if target.exists():
-                    shutil.rmtree(target)
-                beside.rename(target)
-                for old in complete(self.folder)[: -self.keep]:
-                    shutil.rmtree(old)
+            except OSError as error:
+                failure = _reason(error)
+        self._agree(target, failure)
+        response: Any = dcp.async_save(
+            self._state(model, optimizer),
+            checkpoint_id=beside,
+            process_group=self.ranks.background,
+            no_dist=self._alone,
+        )
+        self._written = target, self._thread.submit(self._complete, response, place, target)
 
-    @contextmanager
-    def _writing(self, target: Path) -> Iterator[None]:
-        """If a rank cannot write, all of them raise, and what was written is removed."""
-        failure: EvenstepError | None = None
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete; raises on all ranks if it failed on any."""
+        if self._written is None:
+            return
+        (target, future), self._written = self._written, None
+        self._agree(target, future.result())
+
+    def wait(self) -> None:
+        """The same at the end of a run that has failed, whose error is more important."""
+        if self._written is not None:
+            self._written[1].exception()
+        self._thread.shutdown()
+
+    def _complete(self, response: Future[Any], place: Place, target: Path) -> str | None:
+        """In the thread: add the checksums of all files and give the checkpoint its name; why not
+        if that fails."""
+        beside, failure = target.with_name(f".{target.name}"), None
+        files: dict[str, tuple[int, int]] = {}
         try:
-            yield
-        except (CheckpointException, OSError, RuntimeError, FileError) as error:
+            response.result()
+            files = {file.name: _checksum(file) for file in self._files_of_rank(beside)}
+        except (CheckpointException, OSError, RuntimeError) as error:
+            failure = _reason(error)
+        parts = self.ranks.gather((failure, files), self.ranks.background)
+        failures = [each for each, _ in parts if each is not None]
+        if failures or not self.ranks.first:
+            return failures[0] if failures else None
+        try:
+            for _, each in parts:
+                files |= each
+            replace_file(beside / _STATE, _encode(place, files))
+            if target.exists():
+                shutil.rmtree(target)
+            beside.rename(target)
+            best = "" if place.best is None else f"step-{place.best[0]:06d}"
+            for old in complete(self.folder)[: -self.keep]:
+                if old.name != best:
+                    shutil.rmtree(old)
+        except (OSError, FileError) as error:
+            return _reason(error)
+        return None
+
+    def _agree(self, target: Path, failure: str | None) -> None:
+        """If a rank cannot write, all of them raise, and what was written is removed."""
+        error: EvenstepError | None = None
+        if failure is not None:
             newest = complete(self.folder)
             left = f"The run can continue from {newest[-1].name}. " if newest else ""
-            failure = FileError(
-                f"{target} cannot be written ({_reason(error)}). {left}Check the free disk space "
-                f"and start it again."
+            error = FileError(
+                f"{target} cannot be written ({failure}). {left}Check the free disk space and "
+                f"start it again."
             )
         try:
-            self.ranks.agree(failure)
+            self.ranks.agree(error)
         except EvenstepError:
-            shutil.rmtree(target.parent / f".{target.name}", ignore_errors=True)
+            shutil.rmtree(target.with_name(f".{target.name}"), ignore_errors=True)
             raise
 
-    def _written(self, folder: Path) -> list[Path]:
+    def _files_of_rank(self, folder: Path) -> list[Path]:
         """The files of this rank, `__RANK_*.distcp`; of rank 0 also those of no rank."""
         rank = self.ranks.world.rank
         files = [path for path in folder.iterdir() if path.name != _STATE]
@@ -194,8 +236,7 @@ class Checkpoints:
         if random:  # the checkpoint may be of fewer ranks, or of another device
             state["random"] = random
         try:
-            with _alone_is_fine():
-                dcp.load(state, checkpoint_id=path, no_dist=self._alone)
+            dcp.load(state, checkpoint_id=path, no_dist=self._alone)
         except (CheckpointException, OSError, RuntimeError, ValueError) as error:
             raise FileError(
                 f"{path} cannot be loaded ({_reason(error)}). Set trainer.out to another folder."
@@ -279,7 +320,9 @@ def _decode(path: Path) -> tuple[Place, dict[str, tuple[int, int]]]:
         if values.pop("checksum") != _digest(values):
             raise ValueError("its checksum differs")
         files = {name: (int(size), int(crc)) for name, (size, crc) in values.pop("files").items()}
-        return Place(**values), files
+        place = Place(**values)
+        best = None if place.best is None else (int(place.best[0]), float(place.best[1]))
+        return place._replace(best=best), files
     except OSError as error:
         raise _damaged(path, f"{_STATE}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -347,14 +390,6 @@ def _reason(error: BaseException) -> str:
         return cause.strerror or str(cause)
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return "a file is shorter than what was written" if "unexpected pos" in text else text
-
-
-@contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """Without the warning that a single process is one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _options() -> StateDictOptions:

@@ -1,4 +1,4 @@
-"""Logs: what each step was, for people and programs."""
+"""Logs: what each step was, for people, programs and trackers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from evenstep.config.settings import TrainerSettings
 from evenstep.core.plan_file import replace_file
+from evenstep.data.source import digest_of
 from evenstep.errors import ConfigError
+from evenstep.trainer.job import Job
+from evenstep.trainer.ranks import Ranks
 
 _EVERY_S = 10.0  # seconds between two lines if standard error is not a terminal
 
@@ -48,27 +53,63 @@ def _step(line: bytes) -> float:
         return float("inf")  # the last line of a process that was killed
 
 
-class Board:
-    """The numbers of each step for TensorBoard."""
+@contextmanager
+def writers(job: Job, ranks: Ranks, step: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A function that logs a step, on rank 0: to `log.jsonl`, to trackers and to standard error."""
+    if not ranks.first:
+        yield lambda values: None
+        return
+    trackers = [_tracker(name, job, step) for name in _names(job.settings.trainer)]
+    log, line = Log(job.folder / "log.jsonl", step), Line(job.steps, step)
 
-    def __init__(self, folder: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "tensorboard: true needs the tensorboard package. Install it, or set it to false."
-            ) from None
-        self._writer = SummaryWriter(str(folder), purge_step=step)
+    def write(values: Mapping[str, Any]) -> None:
+        log.write(values)
+        line.write(values)
+        numbers = {name: each for name, each in values.items() if isinstance(each, int | float)}
+        for tracker in trackers:
+            tracker.log(numbers, step=values["step"])
 
-    def write(self, values: Mapping[str, Any]) -> None:
-        """Add one step."""
-        for name, value in values.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, values["step"])
+    try:
+        yield write
+    finally:
+        for each in (log, line):
+            each.close()
+        for tracker in trackers:
+            tracker.finish()
 
-    def close(self) -> None:
-        """Finish the files."""
-        self._writer.close()
+
+def _names(settings: TrainerSettings) -> tuple[str, ...]:
+    """The trackers of a run."""
+    return tuple(dict.fromkeys([*settings.log, *["tensorboard"] * settings.tensorboard]))
+
+
+def _tracker(name: str, job: Job, step: int) -> Any:
+    """A tracker of accelerate; one that can goes on where an earlier start of the run ended."""
+    try:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS as KINDS
+    except ImportError:
+        raise ConfigError(
+            "trainer.log needs accelerate. Install it with pip install accelerate."
+        ) from None
+    if name not in KINDS:
+        raise ConfigError(f"trainer.log: {name!r} is unknown; expected one of {', '.join(KINDS)}.")
+    run, options = job.folder.resolve().name, {}
+    if name == "tensorboard":
+        options = {"logging_dir": str(job.folder), "purge_step": step}
+        run = "tensorboard"
+    elif KINDS[name].requires_logging_directory:
+        options = {"logging_dir": str(job.folder)}
+    elif name == "wandb":
+        digest = digest_of(str(job.folder.resolve())).hex()[:16]
+        options = {"id": digest, "resume": "allow", "dir": str(job.folder)}
+    try:
+        tracker = KINDS[name](run, **options)
+        tracker.start()
+    except ImportError:
+        raise ConfigError(
+            f"trainer.log: {name} is not installed. Install it with pip install {name}."
+        ) from None
+    return tracker
 
 
 class Line:
@@ -123,6 +164,8 @@ def line_of(values: Mapping[str, Any], steps: int, left: float) -> str:
         parts.append(f"imbalance {values['imbalance/planned']:.3f}")
     if values.get("mfu") is not None:
         parts.append(f"MFU {values['mfu']:.1%}")
+    if values.get("validation/loss") is not None:
+        parts.append(f"validation {values['validation/loss']:.4f}")
     return "  ".join([*parts, f"{_clock(left)} left"])
 
 

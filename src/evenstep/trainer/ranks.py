@@ -33,6 +33,8 @@ class Ranks:
     collective: Collective
     slow: Any
     """A process group on the CPU that waits long; None for one process."""
+    background: Any
+    """Another one, for the thread that writes checkpoints."""
 
     @property
     def first(self) -> bool:
@@ -50,12 +52,12 @@ class Ranks:
             return flag
         return bool(self.collective.all_reduce_sum(torch.tensor(float(flag))).item())
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, group: Any = None) -> list[T]:
         """The values of all ranks."""
         if self.slow is None:
             return [value]
         values: list[Any] = [None] * self.world.size
-        torch.distributed.all_gather_object(values, value, group=self.slow)
+        torch.distributed.all_gather_object(values, value, group=group or self.slow)
         return values
 
     def agree(self, failure: EvenstepError | None, kind: type[EvenstepError] = RankError) -> None:
@@ -124,21 +126,32 @@ def _locked(path: Path) -> IO[str]:
 
 @contextmanager
 def joined(device: str | None) -> Iterator[Ranks]:
-    """The ranks that torchrun started, or this process alone."""
+    """The ranks that torchrun, Slurm or Ray started, or this process alone."""
     world = World.detect()
     chosen = device_of(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    if world.size == 1 and not torch.distributed.is_torchelastic_launched():
-        yield Ranks(world=world, device=chosen, collective=Alone(), slow=None)
+    ready = torch.distributed.is_initialized()  # by Ray
+    if world.size == 1 and not (ready or torch.distributed.is_torchelastic_launched()):
+        yield Ranks(world=world, device=chosen, collective=Alone(), slow=None, background=None)
         return
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend)
+    if not ready:
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend)
     try:
-        slow = torch.distributed.new_group(backend="gloo", timeout=_LONG)
-        yield Ranks(world=world, device=chosen, collective=Distributed(), slow=slow)
+        slow, background = (
+            torch.distributed.new_group(backend="gloo", timeout=_LONG) for _ in range(2)
+        )
+        yield Ranks(
+            world=world,
+            device=chosen,
+            collective=Distributed(),
+            slow=slow,
+            background=background,
+        )
     finally:
-        torch.distributed.destroy_process_group()
+        if not ready:
+            torch.distributed.destroy_process_group()
 
 
 def device_of(name: str | None) -> torch.device:
