@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from evenstep.data.stream import Stream
     from evenstep.data.token_file import CODES, HEADER_SIZE, Header
     from evenstep.demo import run
+    from evenstep.demo.chats import QUESTIONS, chat, write_chats
     from evenstep.demo.decoder import Block, rotate, rotation
     from evenstep.integrations import hf_attention as hf_boundaries
     from evenstep.integrations import mixers

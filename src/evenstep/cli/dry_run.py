@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import islice, pairwise
 
 import numpy as np
-import torch
 
 from evenstep.core.models import ModelSize, named_config
 from evenstep.core.plan import join_plans
@@ -23,6 +22,8 @@ _PLANNED = 20  # steps
 def preview(job: Job) -> dict[str, float]:
     """Figures of a run that is not run: the samples are tokenized, the first steps planned for
     `topology.dp` ranks, and the memory of one of them estimated."""
+    import torch
+
     settings, size = job.settings, job.settings.recipe.topology.dp
     device = device_of(settings.trainer.device)
     alone = Ranks(world=World(0, 1), device=device, collective=Alone(), slow=None, background=None)
