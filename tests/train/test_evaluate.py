@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from evenstep import Layout, Packed, Padded, PlannedStream, Recipe, Steps, Topology, World
+from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology, World
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import InputError
 from evenstep.tensors import Collator, Extra, cross_entropy, dpo
 from evenstep.train import GroupMean, Runner, SequenceMean, TokenMean
-from tests.rank_threads import run_ranks
+from tests.internals import Layout
+from tests.rank_threads import RankThreads
 
 LAYOUTS = [
     Packed(max_tokens=300),
@@ -30,12 +31,25 @@ SAMPLES = [
 SOURCES = np.arange(len(SAMPLES)) % 3
 
 
+class Thread:
+    """A rank that is a thread."""
+
+    def __init__(self, threads: RankThreads, rank: int) -> None:
+        self.threads, self.rank, self.size = threads, rank, threads.size
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all threads."""
+        return torch.stack(self.threads.gather(self.rank, tensor)).sum(0)
+
+
 def decoder() -> Decoder:
     torch.manual_seed(0)
     return Decoder(DecoderShape(vocab=64))
 
 
-def one_at_a_time(normalization: Any, chosen: list[int]) -> float:
+@cache
+@torch.no_grad()
+def one_at_a_time(normalization: Any, chosen: tuple[int, ...]) -> float:
     """The mean over samples that run alone, in double precision."""
     model = decoder().double()
     total = weight = 0.0
@@ -59,31 +73,31 @@ def one_at_a_time(normalization: Any, chosen: list[int]) -> float:
 def test_the_loss_is_that_of_one_sample_at_a_time(
     layout: Layout, ranks: int, normalization: Any
 ) -> None:
-    def evaluate(collective: Any) -> Any:
+    threads = RankThreads(ranks)
+    models = [decoder() for _ in range(ranks)]
+
+    def evaluate(rank: int) -> Any:
         recipe = Recipe(layout=layout, steps=Steps(samples=10), topology=Topology(dp=ranks))
-        stream = PlannedStream(
-            SAMPLES, recipe, shuffle=False, world=World(collective.rank, ranks)
-        )
-        model = decoder()
-        model.train()
+        stream = PlannedStream(SAMPLES, recipe, shuffle=False, world=World(rank, ranks))
+        model = models[rank]
         runner = Runner(
             model=model,
             loss=cross_entropy(),
             normalization=normalization,
-            collective=collective,
+            collective=Thread(threads, rank),
         )
         result = runner.evaluate(stream, SOURCES)
         assert model.training
         assert all(each.grad is None for each in model.parameters())
         return result
 
-    results = run_ranks(evaluate, ranks)
+    results = threads.run(evaluate)
 
-    every = list(range(len(SAMPLES)))
+    every = tuple(range(len(SAMPLES)))
     for result in results:
         assert result.loss == pytest.approx(one_at_a_time(normalization, every), abs=1e-6)
         for number, loss in enumerate(result.sources):
-            chosen = [at for at in every if SOURCES[at] == number]
+            chosen = tuple(at for at in every if SOURCES[at] == number)
             assert loss == pytest.approx(one_at_a_time(normalization, chosen), abs=1e-6)
     if isinstance(normalization, TokenMean):
         tokens = sum(int(sample["loss_mask"][1:].sum()) for sample in SAMPLES)
@@ -105,9 +119,7 @@ def test_pairs_are_evaluated_as_a_mean_over_pairs() -> None:
     def loss_of(samples: list[Any], layout: Layout) -> float:
         recipe = Recipe(layout=layout, steps=Steps(samples=8), groups="micro_batch")
         stream = PlannedStream(samples, recipe, shuffle=False, groups=np.arange(len(samples)) // 2)
-        runner = Runner(
-            model=decoder(), loss=dpo(), normalization=GroupMean(), collate=partial(collate)
-        )
+        runner = Runner(model=decoder(), loss=dpo(), normalization=GroupMean(), collate=collate)
         return runner.evaluate(stream).loss
 
     whole = SAMPLES[:36]

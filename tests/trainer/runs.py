@@ -124,6 +124,8 @@ def main() -> None:
     options = json.loads(changes)
     if "break_on" in options:
         break_on(options.pop("break_on"))
+    if "validation" in options:
+        options["data"] = Corpus(paths=paths, validation=options.pop("validation"))
     if "file_limit" in options:  # as if the disk were full after so many bytes of a file
         limit = options.pop("file_limit")
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

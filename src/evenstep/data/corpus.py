@@ -239,7 +239,7 @@ def _as_bytes(messages: Messages) -> dict[str, NDArray[Any]]:
     }
 
 
-def encode_row(field: str, encoder: ChatEncoder, masked: bool, row: Any) -> dict[str, NDArray[Any]]:
+def encode_row(encoder: ChatEncoder, field: str, masked: bool, row: Any) -> dict[str, NDArray[Any]]:
     """The sample of a row with the messages of a chat in `field`; see `ChatEncoder.encode`."""
     if not isinstance(row, Mapping) or field not in row:
         raise InputError(f"a chat must have a field {field!r} with its messages. Set data.field.")
@@ -691,10 +691,10 @@ class Corpus:
         if kind == "text":
             return Mapped(files, transform=partial(_read_text, as_tokenize(tokenizer)))
         if kind in ("chat", "pairs"):
-            encoder, transform = ChatEncoder(tokenizer, self._template_text()), encode_pair
+            encoder = ChatEncoder(tokenizer, self._template_text())
+            transform: partial[Any] = partial(encode_pair, encoder, masked)
             if kind == "chat":
-                transform = partial(encode_row, self.field or "messages")
-            transform = partial(transform, encoder, masked)
+                transform = partial(encode_row, encoder, self.field or "messages", masked)
             return ROWS.get(format_of(files[:1]), Jsonl)(files, transform=transform)
         rows = ROWS[kind](files, field=self.field, tokenizer=tokenizer)
         return rows if masked else rows.counting()

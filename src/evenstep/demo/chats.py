@@ -63,8 +63,10 @@ def write_chats(folder: Path) -> None:
     """Write the files of a run into a folder."""
     need("transformers", extra="cli,hf", package="evenstep.demo.chats")
     folder.mkdir(parents=True, exist_ok=True)
-    chats = [{"messages": chat(question, good)} for question, (good, _) in QUESTIONS.items()]
-    pairs = [
+    chats: list[Any] = [
+        {"messages": chat(question, good)} for question, (good, _) in QUESTIONS.items()
+    ]
+    pairs: list[Any] = [
         {"prompt": question, "chosen": good, "rejected": bad}
         for question, (good, bad) in QUESTIONS.items()
     ]

@@ -22,7 +22,7 @@ from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head, Wanted, positive, score
-from evenstep.tensors.losses import Sums, select_output
+from evenstep.tensors.losses import Metric, Sums, select_output
 from evenstep.tensors.restore import restore_ragged
 from evenstep.train.checks import TokenIds, loss_inputs
 from evenstep.train.collectives import Alone, Bundle, Collective
@@ -301,7 +301,9 @@ def _evaluate_batch(runner: Runner, step_loss: StepLoss, numbers: Any, batch: Ba
     shard: Any = batch if runner.shard is None else runner.shard(batch)
     amounts = step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
     outputs = runner.forward(runner.model, shard)
-    sums, metrics, by_source = {}, {}, {}
+    sums: dict[str, Tensor] = {}
+    metrics: dict[str, Metric] = {}
+    by_source: dict[str, Tensor] = {}
     for at, (name, loss) in enumerate(runner.losses.items()):
         whole = weighted(batch, loss.normalization)
         whole_shard: Any = whole if runner.shard is None else runner.shard(whole)
