@@ -1,9 +1,9 @@
-"""load_model: a Hugging Face model with all of its weights, or an error that says why not."""
+"""Hugging Face models with all of their weights, and adapters, or an error that says why not."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -147,3 +147,28 @@ def _not_a_model(path: Path, error: Exception) -> FileError:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str] = ()) -> Any:
+    """The model with low-rank adapters of peft on linear layers, and its own weights frozen.
+
+    `targets` are the names of the layers; without any, all but the head.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ConfigError("model.lora needs peft. Install it with pip install peft.") from None
+    names = [name for name, each in model.named_modules() if not any(each.children())]
+    for target in targets:  # peft ignores one that matches no layer, if another does
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            known = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            raise ConfigError(
+                f"model.lora.targets: the model has no layer {target!r}; it has {', '.join(known)}."
+            )
+    chosen: Any = list(targets) or "all-linear"
+    options = LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen, task_type="CAUSAL_LM")
+    try:
+        return get_peft_model(model, options)
+    except ValueError as error:  # a layer that cannot have an adapter
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"model.lora does not fit the model ({reason}).") from None

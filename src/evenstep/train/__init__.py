@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from evenstep.train.result import Kept, StepResult
     from evenstep.train.rollouts import RolloutBatch, RolloutPlan
     from evenstep.train.runner import Loss, Runner, run_step
-    from evenstep.train.scoring import Evaluation, compute_log_probs
+    from evenstep.train.scoring import Evaluation, compute_log_probs, sum_log_probs
     from evenstep.train.watch import Watch
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "expert_frequencies",
     "register_forward",
     "run_step",
+    "sum_log_probs",
 ]
 
 if not TYPE_CHECKING:
@@ -90,7 +91,7 @@ if not TYPE_CHECKING:
             "result": ["Kept", "StepResult"],
             "rollouts": ["RolloutBatch", "RolloutPlan"],
             "runner": ["Loss", "Runner", "run_step"],
-            "scoring": ["Evaluation", "compute_log_probs"],
+            "scoring": ["Evaluation", "compute_log_probs", "sum_log_probs"],
             "watch": ["Watch"],
         },
         extra="torch",

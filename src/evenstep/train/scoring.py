@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.prefixes import find_prefixes
-from evenstep.core.recipe import Recipe, check_recipe
+from evenstep.core.recipe import Recipe, Steps, check_recipe
 from evenstep.core.step import Step
 from evenstep.data.source import length_of
 from evenstep.errors import ConfigError, InputError
@@ -106,6 +106,26 @@ def compute_log_probs(
         return list(restored.values.split(torch.diff(restored.offsets).tolist()))
     ranks = Alone() if collective is None else collective
     return _score_planned(scorer, samples, recipe, ranks, share_prefixes)
+
+
+_SCORED = 4096  # samples that are planned together
+
+
+def sum_log_probs(model: Any, samples: SampleSequence, recipe: Recipe, **options: Any) -> Tensor:
+    """(samples) float64 on the host: the log-prob of the loss tokens of each sample, summed.
+
+    For `dpo`: `reference_log_probs` per sequence. `options` are those of `compute_log_probs`. A
+    part of the samples is planned at a time, so there may be any number.
+    """
+    recipe, sums = replace(recipe, steps=Steps(samples=_SCORED)), []
+    for start in range(0, len(samples), _SCORED):
+        part = [samples[i] for i in range(start, min(start + _SCORED, len(samples)))]
+        tokens = [{"input_ids": torch.tensor(each["input_ids"])} for each in part]
+        scores = compute_log_probs(model, tokens, recipe, **options)
+        for sample, log_probs in zip(part, scores, strict=True):
+            mask = np.asarray(sample.get("loss_mask", 1), np.float64)
+            sums.append((log_probs.double().cpu() * torch.from_numpy(mask)).sum())
+    return torch.stack(sums)
 
 
 def _score_planned(

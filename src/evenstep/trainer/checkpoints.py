@@ -12,11 +12,9 @@ compares the checksums, before anything is unpickled, and reshards it for any nu
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import warnings
-import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,15 +30,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from evenstep.core.plan_file import replace_file
 from evenstep.core.text import listed
+from evenstep.data.manifest import Checksum, DamagedError, Manifest, checksum, damaged
 from evenstep.errors import ConfigError, EvenstepError, FileError
 from evenstep.train.gradients import local_tensor
 from evenstep.trainer.ranks import Ranks
 
 _NAME = re.compile(r"step-(\d+)")
 _STATE = "state.json"
-_CHUNK = 2**24  # bytes read at a time for a checksum
 
 # One process needs no group; the filter holds in the thread that writes too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -54,10 +51,6 @@ class Place(NamedTuple):
     cursor: dict[str, Any] | None
     skipped: int = 0
     best: tuple[int, float] | None = None
-
-
-class DamagedError(FileError):
-    """A checkpoint cannot be read."""
 
 
 class Checkpoints:
@@ -113,10 +106,10 @@ class Checkpoints:
         """In the thread: add the checksums of all files and give the checkpoint its name; why not
         if that fails."""
         beside, failure = target.with_name(f".{target.name}"), None
-        files: dict[str, tuple[int, int]] = {}
+        files: dict[str, Checksum] = {}
         try:
             response.result()
-            files = {file.name: _checksum(file) for file in self._files_of_rank(beside)}
+            files = {file.name: checksum(file) for file in self._files_of_rank(beside)}
         except (CheckpointException, OSError, RuntimeError) as error:
             failure = _reason(error)
         parts = self.ranks.gather((failure, files), self.ranks.background)
@@ -126,7 +119,7 @@ class Checkpoints:
         try:
             for _, each in parts:
                 files |= each
-            replace_file(beside / _STATE, _encode(place, files))
+            Manifest(place._asdict(), files).save(beside / _STATE)
             if target.exists():
                 shutil.rmtree(target)
             beside.rename(target)
@@ -209,21 +202,16 @@ class Checkpoints:
     def _verify(self, path: Path) -> None:
         """Compare the checksums; ranks share the files. Raises alike on all ranks."""
         failure: EvenstepError | None = None
+        ranks = self.ranks
         try:
-            stored = sorted(_decode(path)[1].items())
-            for name, expected in stored[self.ranks.world.rank :: self.ranks.world.size]:
-                if not (path / name).is_file():
-                    raise _damaged(path, f"{name} is missing")
-                size = (path / name).stat().st_size
-                if size != expected[0]:
-                    raise _damaged(path, f"{name} has {size:,} bytes, expected {expected[0]:,}")
-                if _checksum(path / name) != tuple(expected):
-                    raise _damaged(path, f"{name} does not match its checksum")
+            manifest = Manifest.load(path / _STATE)
+            _place_of(manifest, path)
+            manifest.check(path, sorted(manifest.files)[ranks.world.rank :: ranks.world.size])
         except OSError as error:
-            failure = _damaged(path, error.strerror or str(error))
+            failure = damaged(path, error.strerror or str(error))
         except FileError as error:
             failure = error
-        self.ranks.agree(failure, DamagedError)
+        ranks.agree(failure, DamagedError)
 
     def _load(self, path: Path, model: Any, optimizer: Any) -> Place:
         """Load a checkpoint into model and optimizer, and this rank's random states."""
@@ -275,10 +263,11 @@ class Checkpoints:
 def random_states(ranks: Ranks) -> dict[str, Tensor]:
     """The states of this rank's random generators: of the CPU, and of its device if that is
     another."""
-    states = {f"rank-{ranks.world.rank}-cpu": torch.get_rng_state()}
+    prefix = f"rank-{ranks.world.rank}"
+    states = {f"{prefix}-cpu": torch.get_rng_state()}
     if ranks.device.type != "cpu":
         module = torch.get_device_module(ranks.device)
-        states[f"rank-{ranks.world.rank}-{ranks.device.type}"] = module.get_rng_state(ranks.device)
+        states[f"{prefix}-{ranks.device.type}"] = module.get_rng_state(ranks.device)
     return states
 
 
@@ -300,50 +289,16 @@ def complete(folder: Path) -> list[Path]:
 
 def read_place(path: Path) -> Place:
     """The place of a checkpoint."""
-    return _decode(path)[0]
+    return _place_of(Manifest.load(path / _STATE), path)
 
 
-def _encode(place: Place, files: Mapping[str, tuple[int, int]]) -> bytes:
-    values = {**place._asdict(), "files": dict(sorted(files.items()))}
-    return json.dumps({**values, "checksum": _digest(values)}).encode()
-
-
-def _decode(path: Path) -> tuple[Place, dict[str, tuple[int, int]]]:
-    """The place, and the size and checksum of every file of a checkpoint."""
+def _place_of(manifest: Manifest, path: Path) -> Place:
     try:
-        values = json.loads((path / _STATE).read_bytes())
-        if "step" in values and not {"checksum", "files"} & values.keys():
-            raise FileError(
-                f"{path} is of an earlier version, whose checkpoints have no checksums. Continue "
-                f"with that version, or set trainer.out to another folder."
-            )
-        if values.pop("checksum") != _digest(values):
-            raise ValueError("its checksum differs")
-        files = {name: (int(size), int(crc)) for name, (size, crc) in values.pop("files").items()}
-        place = Place(**values)
-        best = None if place.best is None else (int(place.best[0]), float(place.best[1]))
-        return place._replace(best=best), files
-    except OSError as error:
-        raise _damaged(path, f"{_STATE}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _damaged(path, f"{_STATE} is not what was written") from None
-
-
-def _digest(values: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
-
-
-def _checksum(path: Path) -> tuple[int, int]:
-    """The size and the CRC-32 of a file."""
-    size = crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return size, crc
-
-
-def _damaged(path: Path, why: str) -> DamagedError:
-    return DamagedError(f"{path} is damaged ({why})")
+        place = Place(**manifest.values)
+    except TypeError:
+        raise damaged(path, f"{_STATE} is not what was written") from None
+    best = None if place.best is None else (int(place.best[0]), float(place.best[1]))
+    return place._replace(best=best)
 
 
 def _refuse_other_model(path: Path, weights: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
@@ -354,20 +309,17 @@ def _refuse_other_model(path: Path, weights: Mapping[str, Any], stored: Mapping[
         for name, each in stored.items()
         if name.startswith("model.") and hasattr(each, "size")
     }
-    differing = [
+    faults = [
         f"{name} has shape {known[name]}, but {shape} in the model"
         for name, shape in shapes.items()
-        if name in known and known[name] != shape
+        if known.get(name, shape) != shape
     ]
-    lacking = [name for name in shapes if name not in known]
-    further = [name for name in known if name not in shapes]
-    faults = [listed(differing, most=1)] if differing else []
-    faults += [f"it lacks {listed(lacking, most=1)}"] if lacking else []
-    faults += [f"it has {listed(further, most=1)}"] if further else []
+    faults += [f"it lacks {name}" for name in shapes if name not in known]
+    faults += [f"it has {name}" for name in known if name not in shapes]
     if faults:
         raise ConfigError(
-            f"{path} is of another model: {'; '.join(faults)}. Use the model of the run, or set "
-            f"trainer.out to another folder."
+            f"{path} is of another model: {listed(faults, most=2)}. Use the model of the run, or "
+            f"set trainer.out to another folder."
         )
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from evenstep.config.runs import stored_model
 from evenstep.errors import ConfigError, FileError
 from evenstep.trainer.checkpoints import complete, read_place
-from evenstep.trainer.job import stored_model
 from evenstep.trainer.model import build
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from evenstep.config.settings import TrainerSettings
-from evenstep.config.training import LoraSettings, ModelSettings, OptimizerSettings
+from evenstep.config.training import ModelSettings, OptimizerSettings
 from evenstep.core.cost import GPUS, Cost
 from evenstep.demo.decoder import Decoder, DecoderShape
 from evenstep.errors import ConfigError
-from evenstep.integrations.pretrained import load_model
+from evenstep.integrations.pretrained import add_adapters, load_model
 from evenstep.train.framework import Forward, forward_of
 from evenstep.trainer.ranks import Ranks
 
@@ -30,7 +30,10 @@ def build(options: ModelSettings, vocab: int) -> nn.Module:
         return Decoder(DecoderShape(vocab=options.vocab or vocab, **sizes, **rest))
     model = load_model(options.path, attention=options.attention)
     _check_vocabulary(model.config.get_text_config().vocab_size, vocab, "the model's vocabulary")
-    return model if options.lora is None else _adapted(model, options.lora)
+    if options.lora is None:
+        return model
+    lora = options.lora
+    return add_adapters(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
 
 
 def cost_of(model: nn.Module) -> Cost | None:
@@ -110,29 +113,6 @@ def _check_vocabulary(size: int, needed: int, what: str) -> None:
             f"{what} has {size} tokens but the data has ids up to {needed - 1}. Use the tokenizer "
             f"of the model."
         )
-
-
-def _adapted(model: Any, lora: LoraSettings) -> Any:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ConfigError("model.lora needs peft. Install it with pip install peft.") from None
-    names = [name for name, each in model.named_modules() if not any(each.children())]
-    for target in lora.targets:  # peft ignores one that matches no layer, if another does
-        if not any(f".{name}".endswith(f".{target}") for name in names):
-            known = dict.fromkeys(name.rpartition(".")[2] for name in names)
-            raise ConfigError(
-                f"model.lora.targets: the model has no layer {target!r}; it has {', '.join(known)}."
-            )
-    targets: Any = list(lora.targets) or "all-linear"
-    options = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM"
-    )
-    try:
-        return get_peft_model(model, options)
-    except ValueError as error:  # a layer that cannot have an adapter
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"model.lora does not fit the model ({reason}).") from None
 
 
 def _checkpoint(model: Any, layers: list[Any]) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import torch
 
 from evenstep.core.recipe import World
+from evenstep.data.manifest import lock_file
 from evenstep.errors import ConfigError, EvenstepError, FileError, RankError
 from evenstep.train.collectives import Alone, Collective, Distributed
 
@@ -82,7 +80,7 @@ def reserved(folder: Path, ranks: Ranks) -> Iterator[None]:
     if ranks.first:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = _locked(folder / "run.lock")
+            lock = lock_file(folder / "run.lock")
         except EvenstepError as error:
             failure = error
         except OSError as error:
@@ -96,32 +94,6 @@ def reserved(folder: Path, ranks: Ranks) -> Iterator[None]:
     finally:
         if lock is not None:
             lock.close()
-
-
-def _locked(path: Path) -> IO[str]:
-    """The file, locked; it says who holds it, for other runs."""
-    file = path.open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise FileError(
-            f"{path.parent} is in use by {holder}. Stop that run, or set trainer.out to another "
-            f"folder."
-        ) from None
-    except OSError as error:  # a file system without locks
-        warnings.warn(
-            f"{path.parent} cannot be locked ({error.strerror or error}): make sure that no other "
-            f"run uses it",
-            stacklevel=2,
-        )
-    file.truncate(0)
-    since = datetime.now(UTC).isoformat(" ", "seconds")
-    file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-    file.flush()
-    return file
 
 
 @contextmanager

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
 
+from evenstep.config.runs import changed_settings, store_settings
 from evenstep.config.settings import Settings
 from evenstep.core.step import Step
 from evenstep.data.planned import PlannedStream
@@ -30,7 +31,7 @@ from evenstep.train.runner import Runner
 from evenstep.train.watch import Watch
 from evenstep.trainer.checkpoints import Checkpoints, Place
 from evenstep.trainer.export import export_model
-from evenstep.trainer.job import Job, changed_settings, job_of, store_settings
+from evenstep.trainer.job import Job, job_of
 from evenstep.trainer.logs import Log, writers
 from evenstep.trainer.model import adamw, build, cost_of, forward_for, peak_flops, wrapped
 from evenstep.trainer.ranks import Ranks, joined, reserved
@@ -109,7 +110,7 @@ def train(settings: Settings) -> Outcome:
 
 def prepare_and_run(job: Job, ranks: Ranks, request: StopRequest) -> Outcome:
     """Everything that needs the model."""
-    changed = changed_settings(job)
+    changed = changed_settings(job.folder, job.settings)
     state = prepare(job, ranks)
     remember(job, ranks, state, changed)
     try:
@@ -213,7 +214,7 @@ def remember(job: Job, ranks: Ranks, state: State, changed: dict[str, tuple[Any,
     starts.close()
     for name, (before, now) in changed.items():
         sys.stderr.write(f"{name} was {before}, is {now} from step {place.step} on\n")
-    store_settings(job)
+    store_settings(job.folder, job.settings)
 
 
 # Step by step -------------------------------------------------------------------------------------
@@ -226,11 +227,17 @@ def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
     stopped, evaluate_every = False, trainer.evaluate_every or trainer.save_every
     with writers(job, ranks, place.step) as write:
         for step in clock.each(state.stream):
-            result = clock.run(state.runner, step)
+            result = state.runner.run(step).reduce(ranks.collective)
+            clock.model += result.timings.compute
             refuse_many(place.skipped + result.skipped, job)
-            clock.update(lambda done=place.step, r=result: update(job, state, done, r.skipped))
+            with clock.updating:
+                update(job, state, place.step, result.skipped)
             values = record(result, state.optimizer) | gathered(result, ranks.collective)
-            values |= {"step": place.step, "epoch": step.epoch, "seconds/plan": clock.planning}
+            values |= {
+                "step": place.step,
+                "epoch": step.epoch,
+                "seconds/plan": clock.planning.seconds,
+            }
             loss = loss if result.skipped else result.loss
             done = place.step + 1
             place = Place(done, step.cursor.to_dict(), place.skipped + result.skipped, place.best)
@@ -247,7 +254,6 @@ def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
             if due or better:
                 with clock.saving:
                     state.checkpoints.save(place, state.model, state.optimizer)
-            clock.end()
             if stopped:
                 break
         with clock.saving:
@@ -300,52 +306,31 @@ class Clock:
     """Where the time of steps goes: the model and the optimizer, or all else."""
 
     def __init__(self) -> None:
-        self.whole, self.model, self._step_model = 0.0, 0.0, 0.0
-        self._began, self._first = 0.0, True
-        self.planning = 0.0
-        """Seconds to plan the last step and to find its samples."""
-        self.saving, self.evaluating = Stopwatch(), Stopwatch()
-        """Of checkpoints and held-out data, which are not counted as steps."""
+        self.planning, self.updating = Stopwatch(), Stopwatch()
+        self.saving, self.evaluating = Stopwatch(), Stopwatch()  # which are not parts of a step
+        self.model = self._began = self.whole = 0.0
 
     def each(self, stream: Iterable[Step]) -> Iterator[Step]:
-        """The steps; planning one is part of its time."""
-        self._began = self._now()
+        """The steps. The first also compiles kernels, so that it is left out of the whole time."""
         steps = iter(stream)
         while True:
-            began = time.perf_counter()
-            step = next(steps, None)
+            self.planning.seconds = 0.0
+            with self.planning:
+                step = next(steps, None)
             if step is None:
                 return
-            self.planning = time.perf_counter() - began
             yield step
-
-    def run(self, runner: Runner, step: Step) -> StepResult:
-        """Run the forwards and backwards of a step."""
-        result = runner.run(step).reduce(runner.collective)
-        self._step_model = result.timings.compute
-        return result
-
-    def update(self, update: Callable[[], None]) -> None:
-        """Run the update of the weights."""
-        began = time.perf_counter()
-        update()
-        self._step_model += time.perf_counter() - began
-
-    def end(self) -> None:
-        """End a step. The first compiles kernels and is not counted."""
-        now = self._now()
-        if not self._first:
-            self.whole += now - self._began
-            self.model += self._step_model
-        self._began, self._first = now, False
-
-    def _now(self) -> float:
-        return time.perf_counter() - self.saving.seconds - self.evaluating.seconds
+            beside = self.saving.seconds + self.evaluating.seconds
+            if self._began:
+                self.whole = time.perf_counter() - beside - self._began
+            else:
+                self._began, self.model = time.perf_counter() - beside, 0.0
+                self.updating.seconds = 0.0
 
     @property
     def overhead(self) -> float | None:
         """The share of all else; None before the second step."""
-        return 1 - self.model / self.whole if self.whole else None
+        return 1 - (self.model + self.updating.seconds) / self.whole if self.whole else None
 
 
 class StopRequest:
@@ -361,18 +346,12 @@ class StopRequest:
             self._before = {each: signal.signal(each, self._note) for each in asking}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            for each, handler in self._before.items():
-                signal.signal(each, handler)
+            self.__exit__()
             signal.raise_signal(number)
         self.asked = True

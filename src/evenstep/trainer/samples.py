@@ -25,11 +25,10 @@ from evenstep.errors import EvenstepError, FileError
 from evenstep.tensors.batch import Batch, Extra
 from evenstep.tensors.collate import Collator
 from evenstep.train.framework import Forward
-from evenstep.train.scoring import compute_log_probs
+from evenstep.train.scoring import sum_log_probs
 from evenstep.trainer.job import Job
 from evenstep.trainer.ranks import Ranks
 
-_SCORED = 4096  # samples whose reference log-probs are computed together
 _MASKS = ("labels", *LOSS_MASKS)
 _PAIR = {
     "group": Extra(aligned="sequence", dtype=torch.int64),
@@ -129,7 +128,7 @@ def evaluation_steps(samples: Samples, recipe: Recipe, world: World) -> Callable
     """A function that gives the steps of all held-out samples, in the order of the data."""
     # Steps of a fixed number of samples, so that none is left over.
     each = Steps(samples=min(len(samples.file), 64 * recipe.topology.dp))
-    whole = replace(recipe, steps=each, limits=recipe.limits)
+    whole = replace(recipe, steps=each)
     return lambda: samples.stream(whole, world, shuffle=False)
 
 
@@ -145,7 +144,8 @@ def with_references(
     if path.exists() and beside.exists() and beside.read_text() == key:
         values = np.load(path)
     if not all(ranks.gather(values is not None)):
-        values = _reference_log_probs(samples, ranks, model, forward, recipe)
+        options: Any = {"collective": ranks.collective, "forward": forward, "device": ranks.device}
+        values = sum_log_probs(model, samples.file, recipe, **options).numpy()
         if ranks.first:
             with path.open("wb") as file:
                 np.save(file, values)
@@ -171,20 +171,3 @@ def _reference_key(samples: Samples, job: Job) -> str:
         "overflow": [settings.recipe.overflow, repr(settings.recipe.layout)],
     }
     return json.dumps(values, indent=1)
-
-
-def _reference_log_probs(
-    samples: Samples, ranks: Ranks, model: Any, forward: Forward, recipe: Recipe
-) -> FloatArray:
-    file, sums = samples.file, []
-    alone = replace(recipe, steps=Steps(samples=_SCORED))
-    for start in range(0, len(file), _SCORED):
-        part = [file[i] for i in range(start, min(start + _SCORED, len(file)))]
-        tokens = [{"input_ids": np.array(each["input_ids"])} for each in part]
-        log_probs = compute_log_probs(
-            model, tokens, alone, collective=ranks.collective, forward=forward, device=ranks.device
-        )
-        for each, values in zip(part, log_probs, strict=True):
-            mask = torch.from_numpy(np.array(each["loss_mask"], np.float64))
-            sums.append(float((values.double().cpu() * mask).sum()))
-    return np.array(sums, np.float64)
