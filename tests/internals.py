@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from evenstep.cli import strategies
     from evenstep.cli.job import Job
     from evenstep.cli.overrides import number_of, overrides_of, resolved
-    from evenstep.cli.run_folder import read_run
     from evenstep.cli.samples import Samples
     from evenstep.cli.whole_report import of_run
     from evenstep.compat.filled import filled_packs
@@ -97,6 +96,7 @@ if TYPE_CHECKING:
     from evenstep.data.planned import StreamPosition
     from evenstep.data.pool import OverflowPolicy
     from evenstep.data.reader import common_steps
+    from evenstep.data.run_folder import read_run
     from evenstep.data.source import (
         LOSS_MASKS,
         ItemTransform,

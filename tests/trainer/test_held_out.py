@@ -96,7 +96,10 @@ def test_the_loss_on_held_out_data_does_not_depend_on_ranks_or_layout(
     data = texts(tmp_path)
     held_out = write(tmp_path / "held.jsonl", 13, 3)
     corpus = Corpus(paths=data, validation=held_out)
-    layouts = {"packed": Packed(max_tokens=512), "padded": Padded(samples=1)}
+    layouts: dict[str, Packed | Padded] = {
+        "packed": Packed(max_tokens=512),
+        "padded": Padded(samples=1),
+    }
     for name, layout in layouts.items():
         recipe = Recipe(layout=layout, steps=Steps(samples=6))
         train(settings(tmp_path / name, data, data=corpus, recipe=recipe))

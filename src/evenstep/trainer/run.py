@@ -81,6 +81,7 @@ class State:
     model: Any
     optimizer: torch.optim.Optimizer
     runner: Runner
+    samples: Samples
     stream: PlannedStream
     evaluate: Callable[[], dict[str, float]] | None
     """The losses on held-out data, by name; None without any."""
@@ -172,7 +173,7 @@ def prepare(job: Job, ranks: Ranks) -> State:
         peak_flops=peak_flops(ranks.device, settings.trainer.precision),
     )
     evaluate = None if held_out is None else evaluator(job, ranks, runner, held_out, recipe)
-    return State(model, optimizer, runner, stream, evaluate, place, checkpoints)
+    return State(model, optimizer, runner, samples, stream, evaluate, place, checkpoints)
 
 
 def evaluator(
@@ -208,6 +209,8 @@ def remember(job: Job, ranks: Ranks, state: State, changed: dict[str, tuple[Any,
             "seed": stream.seed,
             "shuffle": stream.shuffle,
             "recipe": stream.recipe.to_dict(),
+            "data": [str(path.resolve()) for path in state.samples.file.paths],
+            "pairs": state.samples.pairs,
             "changed": {name: list(values) for name, values in changed.items()},
         }
     )

@@ -84,7 +84,7 @@ def stored_samples(job: Job, ranks: Ranks) -> tuple[Samples, Samples | None]:
             failure = error
     ranks.agree(failure)
     kind = job.settings.trainer.job
-    options = {"pairs": kind == "dpo", "whole": kind == "pretrain"}
+    options: Any = {"pairs": kind == "dpo", "whole": kind == "pretrain"}
     files = zip(_store(job), ("data", "validation"), strict=True)
     trained, held_out = (
         None if file is None else Samples(file, name, **options) for file, name in files
