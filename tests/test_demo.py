@@ -83,6 +83,7 @@ def test_the_demo_says_why_packed_is_not_faster(packed: float, says: bool) -> No
     assert not says or f"{entries[1].stats['padding_ratio']:.1%} of padding" in note
 
 
+@pytest.mark.slow
 def test_a_short_demo_trains_three_times_to_the_same_losses(tmp_path: Path) -> None:
     short = "from evenstep.demo.run import main; main(steps=2, each=6)"
     done = subprocess.run(

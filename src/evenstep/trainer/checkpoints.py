@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,9 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, ranks: Ranks) -> None:
         self.folder, self.keep, self.ranks = folder, keep, ranks
         self._thread = ThreadPoolExecutor(1, "evenstep-checkpoints")
+        # It starts here: `Watch` may interrupt the main thread later, also while it starts one,
+        # which would then be waited for in vain.
+        self._thread.submit(int).result()
         self._written: tuple[Path, Future[str | None]] | None = None
 
     # Writing --------------------------------------------------------------------------------------
@@ -71,7 +75,7 @@ class Checkpoints:
         self.finish()
         self._refuse_nonfinite(place, model, optimizer)
         name = f"step-{place.step:06d}"
-        target, beside = self.folder / name, self.folder / f".{name}"
+        target = self.folder / name
         failure: str | None = None
         if self.ranks.first:
             try:
@@ -81,13 +85,9 @@ class Checkpoints:
             except OSError as error:
                 failure = _reason(error)
         self._agree(target, failure)
-        response: Any = dcp.async_save(
-            self._state(model, optimizer),
-            checkpoint_id=beside,
-            process_group=self.ranks.background,
-            no_dist=self._alone,
-        )
-        self._written = target, self._thread.submit(self._complete, response, place, target)
+        state, copied = self._state(model, optimizer), Event()
+        self._written = target, self._thread.submit(self._write, state, copied, place, target)
+        copied.wait()
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete; raises on all ranks if it failed on any."""
@@ -102,16 +102,27 @@ class Checkpoints:
             self._written[1].exception()
         self._thread.shutdown()
 
-    def _complete(self, response: Future[Any], place: Place, target: Path) -> str | None:
-        """In the thread: add the checksums of all files and give the checkpoint its name; why not
-        if that fails."""
+    def _write(
+        self, state: dict[str, Any], copied: Event, place: Place, target: Path
+    ) -> str | None:
+        """In the thread: write all files and their checksums, and give the checkpoint its name; why
+        not if that fails."""
         beside, failure = target.with_name(f".{target.name}"), None
         files: dict[str, Checksum] = {}
         try:
+            response: Any = dcp.async_save(
+                state,
+                checkpoint_id=beside,
+                process_group=self.ranks.background,
+                no_dist=self._alone,
+            )
+            copied.set()
             response.result()
             files = {file.name: checksum(file) for file in self._files_of_rank(beside)}
         except (CheckpointException, OSError, RuntimeError) as error:
             failure = _reason(error)
+        finally:
+            copied.set()
         parts = self.ranks.gather((failure, files), self.ranks.background)
         failures = [each for each, _ in parts if each is not None]
         if failures or not self.ranks.first:
