@@ -69,7 +69,6 @@ def _planned(
     recipe = Recipe.from_dict(start["recipe"])
     path = folder / "data.tokens"
     file = TokenFile(path if path.exists() else start.get("data", [path]))
-    pairs = {"groups": np.arange(len(file)) // 2} if start.get("pairs") else {}
     stream = PlannedStream(
         file,
         recipe,
@@ -78,7 +77,7 @@ def _planned(
         shuffle=start["shuffle"],
         max_num_steps=last,
         infinite_loop=True,
-        **pairs,
+        groups=np.arange(len(file)) // 2 if start.get("pairs") else None,
     )
     if start["cursor"] is not None:
         stream.load_state_dict(start["cursor"])
