@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,7 @@ def test_trackers_get_every_number_of_every_step(
 
 def test_tensorboard_gets_each_step_once_after_a_resume(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    events = import_module("tensorboard.backend.event_processing.event_accumulator")
     data, out = texts(tmp_path), tmp_path / "run"
     constant = {"schedule": "constant"}
     for steps in (4, 6):
@@ -67,7 +67,7 @@ def test_tensorboard_gets_each_step_once_after_a_resume(tmp_path: Path) -> None:
         )  # fmt: skip
         train(run)
 
-    board = EventAccumulator(str(out / "tensorboard"))
+    board = events.EventAccumulator(str(out / "tensorboard"))
     board.Reload()
     scalars = board.Scalars("loss")
     assert [each.step for each in scalars] == list(range(6))

@@ -116,6 +116,13 @@ def sum_log_probs(model: Any, samples: SampleSequence, recipe: Recipe, **options
 
     For `dpo`: `reference_log_probs` per sequence. `options` are those of `compute_log_probs`. A
     part of the samples is planned at a time, so there may be any number.
+
+    >>> from evenstep import Packed
+    >>> from evenstep.demo.decoder import Decoder, DecoderShape
+    >>> samples = [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}, {"input_ids": [4]}]
+    >>> recipe = Recipe(layout=Packed(max_tokens=4))
+    >>> sum_log_probs(Decoder(DecoderShape(vocab=9)), samples, recipe).shape
+    torch.Size([2])
     """
     recipe, sums = replace(recipe, steps=Steps(samples=_SCORED)), []
     for start in range(0, len(samples), _SCORED):
@@ -262,6 +269,9 @@ class Evaluation:
     denominators  what they were divided by, such as the number of loss tokens
     sources       the loss of the samples of each source, if there are sources; NaN without any
     metrics       of the loss functions, by name
+
+        evaluation = runner.evaluate(held_out)
+        print(evaluation.loss, evaluation.denominators["loss_tokens"])
     """
 
     loss: float
