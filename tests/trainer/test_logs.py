@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -88,8 +87,16 @@ def test_wandb_logs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_tracker_that_is_not_installed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    from accelerate import tracking
+
+    class Missing(Recorder):
+        def __init__(self, run_name: str, **_: Any) -> None:
+            pass
+
+        def start(self) -> None:
+            raise ImportError("no such package")
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Missing)
     run = settings(tmp_path / "run", texts(tmp_path), trainer={"tensorboard": True})
     with pytest.raises(ConfigError, match="tensorboard is not installed"):
         train(run)

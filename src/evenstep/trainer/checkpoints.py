@@ -247,12 +247,13 @@ class Checkpoints:
             optim_state_dict=state["optimizer"],
             options=_options(),
         )
-        set_random_states(random, self.ranks)
+        for name, each in random.items():
+            _generators(self.ranks)[name].set_rng_state(each)
         return read_place(path)
 
     def _set_aside(self, paths: list[Path], faults: list[DamagedError], newest: Path) -> None:
         """Rename damaged checkpoints, so that they do not count as the newest ones."""
-        self.ranks.wait()
+        self.ranks.gather(None)  # until no rank reads them
         if not self.ranks.first:
             return
         for path in paths:
@@ -268,27 +269,16 @@ class Checkpoints:
 
     def _state(self, model: Any, optimizer: Any) -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer, options=_options())
-        return {"model": weights, "optimizer": moments, "random": random_states(self.ranks)}
+        generators = _generators(self.ranks).items()
+        random = {name: module.get_rng_state() for name, module in generators}
+        return {"model": weights, "optimizer": moments, "random": random}
 
 
-def random_states(ranks: Ranks) -> dict[str, Tensor]:
-    """The states of this rank's random generators: of the CPU, and of its device if that is
+def _generators(ranks: Ranks) -> dict[str, Any]:
+    """The modules of this rank's random generators: of the CPU, and of its device if that is
     another."""
-    prefix = f"rank-{ranks.world.rank}"
-    states = {f"{prefix}-cpu": torch.get_rng_state()}
-    if ranks.device.type != "cpu":
-        module = torch.get_device_module(ranks.device)
-        states[f"{prefix}-{ranks.device.type}"] = module.get_rng_state(ranks.device)
-    return states
-
-
-def set_random_states(states: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Set the generators whose states are there."""
-    for name, state in states.items():
-        if name.endswith("-cpu"):
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(ranks.device).set_rng_state(state, ranks.device)
+    modules = {ranks.device.type: torch.get_device_module(ranks.device), "cpu": torch}
+    return {f"rank-{ranks.world.rank}-{kind}": module for kind, module in modules.items()}
 
 
 def complete(folder: Path) -> list[Path]:

@@ -58,8 +58,9 @@ def export_model(
         _copy_tokenizer(tokenizer, beside)
         _replace(beside, out)
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
         raise FileError(f"{out} cannot be written ({error.strerror or error}).") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
     return path
 
 

@@ -39,11 +39,6 @@ class Ranks:
         """Whether this is rank 0, which writes and prints."""
         return self.world.rank == 0
 
-    def wait(self) -> None:
-        """Until every rank is here."""
-        if self.slow is not None:
-            torch.distributed.monitored_barrier(self.slow, timeout=_LONG)
-
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank."""
         if self.world.size == 1:
@@ -51,7 +46,7 @@ class Ranks:
         return bool(self.collective.all_reduce_sum(torch.tensor(float(flag))).item())
 
     def gather(self, value: T, group: Any = None) -> list[T]:
-        """The values of all ranks."""
+        """The values of all ranks, once all are here."""
         if self.slow is None:
             return [value]
         values: list[Any] = [None] * self.world.size

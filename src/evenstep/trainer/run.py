@@ -20,6 +20,7 @@ import torch
 
 from evenstep.config.runs import changed_settings, store_settings
 from evenstep.config.settings import Settings
+from evenstep.core.recipe import Recipe, Steps
 from evenstep.core.step import Step
 from evenstep.data.planned import PlannedStream
 from evenstep.errors import ConfigError, MicroBatchError
@@ -37,7 +38,6 @@ from evenstep.trainer.model import adamw, build, cost_of, forward_for, peak_flop
 from evenstep.trainer.ranks import Ranks, joined, reserved
 from evenstep.trainer.samples import (
     Samples,
-    evaluation_steps,
     fitted,
     recipe_for,
     stored_samples,
@@ -177,15 +177,17 @@ def prepare(job: Job, ranks: Ranks) -> State:
 
 
 def evaluator(
-    job: Job, ranks: Ranks, runner: Runner, held_out: Samples, recipe: Any
+    job: Job, ranks: Ranks, runner: Runner, held_out: Samples, recipe: Recipe
 ) -> Callable[[], dict[str, float]]:
     """A function that gives the losses on held-out samples: of all, and of each source."""
-    steps, names = evaluation_steps(held_out, recipe, ranks.world), job.corpus.sources
+    names, size = job.corpus.sources, min(len(held_out.file), 64 * ranks.world.size)
+    recipe = replace(recipe, steps=Steps(samples=size))  # none of them is left over
     numbers = held_out.sources() if len(names) > 1 else None
     runner = replace(runner, collate=held_out.collate)
 
     def evaluate() -> dict[str, float]:
-        result = runner.evaluate(steps(), numbers)
+        steps = held_out.stream(recipe, ranks.world, shuffle=False)
+        result = runner.evaluate(steps, numbers)
         by_source = zip(names, result.sources, strict=False)
         losses = {f"validation/loss/{name}": loss for name, loss in by_source}
         more = ("accuracy", "margin") if held_out.pairs else ()

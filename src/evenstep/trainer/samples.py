@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from evenstep.core.cost import Cost
 from evenstep.core.plan import MicroBatch
 from evenstep.core.plan_file import replace_file
 from evenstep.core.ragged import FloatArray, IntArray
-from evenstep.core.recipe import Recipe, Steps, World
+from evenstep.core.recipe import Recipe, World
 from evenstep.data.corpus import statuses
 from evenstep.data.planned import PlannedStream
 from evenstep.data.source import LOSS_MASKS, digest_of
@@ -124,14 +123,6 @@ def fitted(recipe: Recipe, model: Any, samples: Samples) -> Recipe:
     return replace(recipe, layout=choose_layout(model, recipe.layout, longest=longest))
 
 
-def evaluation_steps(samples: Samples, recipe: Recipe, world: World) -> Callable[[], PlannedStream]:
-    """A function that gives the steps of all held-out samples, in the order of the data."""
-    # Steps of a fixed number of samples, so that none is left over.
-    each = Steps(samples=min(len(samples.file), 64 * recipe.topology.dp))
-    whole = replace(recipe, steps=each)
-    return lambda: samples.stream(whole, world, shuffle=False)
-
-
 def with_references(
     samples: Samples, job: Job, ranks: Ranks, model: Any, forward: Forward, recipe: Recipe
 ) -> Samples:
@@ -150,7 +141,7 @@ def with_references(
             with path.open("wb") as file:
                 np.save(file, values)
             replace_file(beside, key.encode())
-        ranks.wait()
+        ranks.gather(None)
     return replace(samples, references=values)
 
 
