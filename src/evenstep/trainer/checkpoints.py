@@ -25,6 +25,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -60,9 +61,10 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, ranks: Ranks) -> None:
         self.folder, self.keep, self.ranks = folder, keep, ranks
         self._thread = ThreadPoolExecutor(1, "evenstep-checkpoints")
-        # It starts here: `Watch` may interrupt the main thread later, also while it starts one,
-        # which would then be waited for in vain.
+        # It starts here: `Watch` may interrupt a main thread that starts one (decision 067).
         self._thread.submit(int).result()
+        gpu = ranks.device.type != "cpu"  # pinned memory, which is kept: the copy takes a tenth
+        self._stager = DefaultStager(StagingOptions(gpu, False, False, gpu))
         self._written: tuple[Path, Future[str | None]] | None = None
 
     # Writing --------------------------------------------------------------------------------------
@@ -101,6 +103,7 @@ class Checkpoints:
         if self._written is not None:
             self._written[1].exception()
         self._thread.shutdown()
+        self._stager.close()
 
     def _write(
         self, state: dict[str, Any], copied: Event, place: Place, target: Path
@@ -115,6 +118,7 @@ class Checkpoints:
                 checkpoint_id=beside,
                 process_group=self.ranks.background,
                 no_dist=self._alone,
+                async_stager=self._stager,
             )
             copied.set()
             response.result()

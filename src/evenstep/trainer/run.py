@@ -238,18 +238,15 @@ def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
             with clock.updating:
                 update(job, state, place.step, result.skipped)
             values = record(result, state.optimizer) | gathered(result, ranks.collective)
-            values |= {
-                "step": place.step,
-                "epoch": step.epoch,
-                "seconds/plan": clock.planning.seconds,
-            }
+            values |= {"step": place.step, "epoch": step.epoch}
+            values["seconds/plan"] = clock.planning.seconds
             loss = loss if result.skipped else result.loss
             done = place.step + 1
             place = Place(done, step.cursor.to_dict(), place.skipped + result.skipped, place.best)
             stopped = ranks.any(request.asked)
-            last = stopped or done == job.steps
-            due, better = last or done % trainer.save_every == 0, False
-            if state.evaluate is not None and (last or done % evaluate_every == 0):
+            due = stopped or done == job.steps or done % trainer.save_every == 0
+            better = False
+            if state.evaluate is not None and (done == job.steps or done % evaluate_every == 0):
                 with clock.evaluating:
                     values |= state.evaluate()
                 validation = values["validation/loss"]
