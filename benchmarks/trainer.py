@@ -208,7 +208,7 @@ def saving(repeats: int, gpu: bool, config: str | None) -> dict[str, Any]:
                 keep=1,
                 precision="bfloat16" if gpu else "float32",
                 checkpointing=False,
-            ),  # fmt: skip
+            ),
         )
         began, wall = time.process_time(), time.perf_counter()
         outcome = train(settings)

@@ -48,8 +48,6 @@ def export_model(
     model.eval()
     if options.lora is not None and not adapters:
         model = model.merge_and_unload().to(_dtype_of(Path(options.path)))
-    if not adapters:
-        model.config.architectures = [type(model).__name__]
     beside = out.with_name(f".{out.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     try:
