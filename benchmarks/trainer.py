@@ -65,10 +65,7 @@ def write_inputs(folder: Path) -> None:
 
 def run_ours(folder: Path, out: Path, steps: int, kind: str) -> None:
     """Train as the trainer does, in the order of the file."""
-    layout = {
-        "packed": Packed(max_tokens=BUDGET),
-        "dynamic": Padded(max_tokens=BUDGET),
-    }[kind]
+    layout: Any = Packed(max_tokens=BUDGET) if kind == "packed" else Padded(max_tokens=BUDGET)
     settings = Settings(
         recipe=Recipe(layout=layout, steps=Steps(samples=EACH)),
         data=Corpus(paths=str(folder / "rows.jsonl")),
