@@ -39,7 +39,7 @@ from evenstep.demo.run import samples
 from evenstep.trainer import train
 
 RESULTS = Path(__file__).parent / "results"
-SHORT, LONG, EACH, LONGEST, BUDGET = 4, 34, 32, 1024, 4096
+SHORT, LONG, EACH, LONGEST, BUDGET = 2, 12, 32, 1024, 4096
 LR, RANKS = 1e-3, 2
 
 
