@@ -24,9 +24,8 @@ from evenstep.integrations import hf_attention  # noqa: F401  registers "evenste
 from evenstep.tensors.losses import cross_entropy
 from evenstep.train.result import StepResult
 from evenstep.train.runner import Runner
-from evenstep.trainer.model import forward_for, wrapped
+from evenstep.trainer.model import adamw, forward_for, wrapped
 from evenstep.trainer.ranks import Ranks, joined
-from evenstep.trainer.state import adamw
 
 WARM, TIMED = 2, 3  # steps
 

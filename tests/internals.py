@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from evenstep.cli import strategies
     from evenstep.cli.job import Job
     from evenstep.cli.overrides import number_of, overrides_of, resolved
-    from evenstep.cli.run_folder import read_run
     from evenstep.cli.samples import Samples
     from evenstep.cli.whole_report import of_run
     from evenstep.compat.filled import filled_packs
@@ -98,6 +97,7 @@ if TYPE_CHECKING:
     from evenstep.data.planned import StreamPosition
     from evenstep.data.pool import OverflowPolicy
     from evenstep.data.reader import common_steps
+    from evenstep.data.run_folder import read_run
     from evenstep.data.source import (
         LOSS_MASKS,
         ItemTransform,
@@ -109,6 +109,7 @@ if TYPE_CHECKING:
     from evenstep.data.stream import Stream
     from evenstep.data.token_file import CODES, HEADER_SIZE, Header
     from evenstep.demo import run
+    from evenstep.demo.chats import QUESTIONS, chat, write_chats
     from evenstep.demo.decoder import Block, rotate, rotation
     from evenstep.integrations import hf_attention as hf_boundaries
     from evenstep.integrations import mixers, packed_kernels
@@ -219,13 +220,11 @@ if TYPE_CHECKING:
     from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
     from evenstep.train.watch import _is_consequence
     from evenstep.trainer import run as run_module
-    from evenstep.trainer import state
     from evenstep.trainer.checkpoints import complete, read_place
     from evenstep.trainer.job import Job as TrainJob
     from evenstep.trainer.measure import described as described_budget
     from evenstep.trainer.measure import measure as measure_budget
-    from evenstep.trainer.run import record
-    from evenstep.trainer.state import State
+    from evenstep.trainer.run import State, record
 
 
 def _homes() -> dict[str, tuple[str, str]]:

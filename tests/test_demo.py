@@ -9,14 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from evenstep import Plan, make_plan
-from evenstep.data import write_token_file
+from evenstep.config import settings_from
 from evenstep.report import Entry
-from tests.internals import print_grid
+from tests.internals import print_grid, read_run
 from tests.internals import run as demo
 
 
@@ -39,24 +38,17 @@ def test_a_module_that_is_no_python_has_no_definitions(tmp_path: Path) -> None:
     assert list(demo.definitions(tmp_path / "missing.py")) == []
 
 
-def test_every_layout_runs_the_same_samples_in_every_step() -> None:
-    lengths = np.array([len(sample["input_ids"]) for sample in demo.samples(2 * demo.SAMPLES)])
-    plans = [make_plan(lengths, demo.recipe_of(layout)) for layout in demo.LAYOUTS.values()]
-    assert all((plan.step_of == plans[0].step_of).all() for plan in plans)
+def plans() -> dict[str, Plan]:
+    settings = {name: settings_from(demo.settings_of(name)) for name in demo.LAYOUTS}
+    return {name: make_plan([9, 5], each.recipe) for name, each in settings.items()}
 
 
-def test_the_plans_that_are_drawn_are_those_that_run(tmp_path: Path) -> None:
-    corpus = write_token_file(tmp_path / "tokens", demo.samples(24), dtype=np.uint8)
-    recipe = demo.recipe_of(demo.LAYOUTS["packed"], each=12)
-    planned = demo.Planned(demo.stream_of(corpus, recipe, 0))
-    assert len(list(planned)) == len(planned.seconds) == 2
-    assert planned.per_step == np.mean(planned.seconds[1:])
-    drawn = planned.plan
-    assert drawn == make_plan(corpus.lengths_of(np.arange(24)), recipe)
-    for rank in range(demo.RANKS):
-        for number, step in enumerate(demo.stream_of(corpus, recipe, rank)):
-            ran = [micro.segments.sample.tolist() for micro in step.micro_batches]
-            assert ran == [micro.segments.sample.tolist() for micro in drawn[number, rank]]
+def test_only_the_layout_differs_between_the_runs() -> None:
+    runs = [demo.settings_of(name) for name in demo.LAYOUTS]
+    for run in runs:
+        assert run.pop("layout") in demo.LAYOUTS.values()
+        assert run.pop("trainer")["save_every"] == demo.STEPS
+    assert runs[0] == runs[1] == runs[2]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -66,8 +58,7 @@ def test_the_table_has_every_figure_of_each_layout_at_any_width(width: int) -> N
         "measured": 1.02, "waiting": 0.0, "planning": 0.0123,
     }  # fmt: skip
     screen = Console(file=io.StringIO(), width=width)
-    plans = {name: make_plan([9, 5], demo.recipe_of(way)) for name, way in demo.LAYOUTS.items()}
-    entries = [Entry(name, plan, 0.1) for name, plan in plans.items()]
+    entries = [Entry(name, plan, 0.1) for name, plan in plans().items()]
     print_grid(
         screen,
         ["", *demo.LAYOUTS],
@@ -86,13 +77,13 @@ def test_the_table_has_every_figure_of_each_layout_at_any_width(width: int) -> N
 def test_the_demo_says_why_packed_is_not_faster(packed: float, says: bool) -> None:
     speeds = {"padded": 50.0, "dynamic": 100.0, "packed": packed}
     records = {name: {"tokens_per_second": speed} for name, speed in speeds.items()}
-    plans = {name: make_plan([9, 5], demo.recipe_of(way)) for name, way in demo.LAYOUTS.items()}
-    entries = [Entry(name, plan) for name, plan in plans.items()]
+    entries = [Entry(name, plan) for name, plan in plans().items()]
     note = demo.slower_note(records, entries)
     assert bool(note) == says
     assert not says or f"{entries[1].stats['padding_ratio']:.1%} of padding" in note
 
 
+@pytest.mark.slow
 def test_a_short_demo_trains_three_times_to_the_same_losses(tmp_path: Path) -> None:
     short = "from evenstep.demo.run import main; main(steps=2, each=6)"
     done = subprocess.run(
@@ -103,8 +94,10 @@ def test_a_short_demo_trains_three_times_to_the_same_losses(tmp_path: Path) -> N
     spread = re.search(r"differ by at most ([0-9.e+-]+):", done.stdout)
     assert spread is not None
     assert float(spread[1]) < 1e-5
-    plans = [Plan.load(tmp_path / demo.plan_path(name)) for name in demo.LAYOUTS]
-    assert [(plan.num_steps, len(plan.lengths)) for plan in plans] == [(2, 12)] * 3
+    runs = [read_run(tmp_path / "build" / f"demo-{name}") for name in demo.LAYOUTS]
+    assert [(run.plan.num_steps, len(run.plan.lengths)) for run in runs] == [(2, 12)] * 3
+    ids = [run.plan.sample_ids.tolist() for run in runs if run.plan.sample_ids is not None]
+    assert ids == [list(range(12))] * 3  # the same samples in every step
     page = (tmp_path / "build" / "demo.html").read_text("utf-8")
     assert page.startswith("<!doctype html>")
     assert f"{tmp_path}/build/demo.html" in done.stdout

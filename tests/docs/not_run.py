@@ -15,6 +15,7 @@ REASONS = {
     "your code": "the reader's own trainer",
     "your data": "the reader's own samples, models or tokenizers",
     "a Ray cluster": "as many cores as actors",
+    "a cluster": "several nodes; tests start two on one machine",
 }
 SYSTEMS = {"axolotl", "Megatron-LM", "Slurm", "torchtitan", "verl"}
 

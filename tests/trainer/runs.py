@@ -21,7 +21,7 @@ from evenstep import Packed, Recipe, Steps
 from evenstep.config import Settings
 from evenstep.data import Corpus
 from evenstep.trainer import train
-from tests.internals import PARTS, state
+from tests.internals import PARTS, run_module
 
 SAMPLES, PER_STEP = 24, 6
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def settings(out: Path, paths: str, **changes: Any) -> Settings:
 
 def break_on(letter: str) -> None:
     """From now on, the outputs of tokens that are this letter are NaN."""
-    forward_for = vars(state)["forward_for"]
+    forward_for = vars(run_module)["forward_for"]
 
     def broken(*arguments: Any) -> Any:
         forward = forward_for(*arguments)
@@ -70,7 +70,7 @@ def break_on(letter: str) -> None:
 
         return run
 
-    vars(state).update(forward_for=broken)
+    vars(run_module).update(forward_for=broken)
 
 
 def checkpoint(path: Path) -> dict[str, Any]:
@@ -124,6 +124,8 @@ def main() -> None:
     options = json.loads(changes)
     if "break_on" in options:
         break_on(options.pop("break_on"))
+    if "validation" in options:
+        options["data"] = Corpus(paths=paths, validation=options.pop("validation"))
     if "file_limit" in options:  # as if the disk were full after so many bytes of a file
         limit = options.pop("file_limit")
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

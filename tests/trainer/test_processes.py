@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 
 from evenstep.errors import FileError
-from evenstep.trainer import state, train
-from tests.internals import complete, read_place
+from evenstep.trainer import train
+from tests.internals import complete, read_place, run_module
 from tests.trainer.runs import break_on, finish, logged, losses, settings, start, texts
 
 KILLS = 10
@@ -25,7 +26,9 @@ def test_two_processes_give_the_losses_of_one_and_skip_the_same_step(
     data = texts(tmp_path, start="z")
     trainer = {"on_nonfinite": "skip"}
     options: dict[str, Any] = {"stream": {"max_num_steps": 4}, "trainer": trainer}
-    monkeypatch.setattr(state, "forward_for", vars(state)["forward_for"])  # restored at the end
+    monkeypatch.setattr(
+        run_module, "forward_for", vars(run_module)["forward_for"]
+    )  # restored at the end
     break_on("z")
     train(settings(tmp_path / "one", data, **options))
 
@@ -39,7 +42,9 @@ def test_two_processes_give_the_losses_of_one_and_skip_the_same_step(
 def test_a_folder_belongs_to_one_run_until_that_is_killed(tmp_path: Path) -> None:
     data, out = texts(tmp_path), tmp_path / "run"
     process = start(out, data, stream={"max_num_steps": 100_000})
-    _wait_for_steps(out, process, 4)
+    while not complete(out / "checkpoints"):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
     other = settings(out, data, stream={"max_num_steps": 100_000}, trainer={"keep": 1})
 
     with pytest.raises(FileError, match=f"is in use by process {process.pid} on "):
@@ -54,24 +59,60 @@ def test_a_folder_belongs_to_one_run_until_that_is_killed(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_killed_processes_continue_the_same_losses(tmp_path: Path, parallel: str) -> None:
-    data, steps = texts(tmp_path), 120
-    train(settings(tmp_path / "whole", data, stream={"max_num_steps": steps}))
-    out, random = tmp_path / "killed", np.random.default_rng(0)
-    trainer = {"parallel": parallel, "save_every": 2}
-    options = {"stream": {"max_num_steps": steps}, "trainer": trainer}
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2"), (3, "ddp"), (3, "fsdp2")]
+)
+def test_killed_processes_continue_the_same_losses(
+    tmp_path: Path, ranks: int, parallel: str
+) -> None:
+    """Ten kills: of all processes at random moments, while a checkpoint is written, and of one
+    rank."""
+    data, steps = texts(tmp_path), 400
+    options = {
+        "stream": {"max_num_steps": steps},
+        "trainer": {"parallel": parallel, "save_every": 2},
+    }
+    finish(start(tmp_path / "whole", data, ranks, **options))
+    out, random = tmp_path / "killed", np.random.default_rng(ranks)
     for kill in range(KILLS):
-        ranks = 1 if kill == KILLS // 2 else 2  # once resumed on one process
         process = start(out, data, ranks, **options)
-        _wait_for_steps(out, process, int(random.integers(1, 4)))
+        _wait_for_steps(out, process, int(random.integers(1, 12)))
+        time.sleep(random.uniform(0, 0.2))
+        if kill % 3 == 1:
+            _wait_for_a_checkpoint_in_the_making(out)
         assert process.poll() is None, process.communicate()[0]
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    finish(start(out, data, 2, **options))
+        if kill % 3 == 2 and ranks > 1:
+            victim = random.choice([each for each in _processes(out) if each != process.pid])
+            os.kill(int(victim), signal.SIGKILL)
+            process.communicate(timeout=300)  # the launcher ends the others
+            assert process.returncode != 0
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        assert _processes(out) == []
+    finish(start(out, data, ranks, **options))
 
-    assert np.allclose(losses(out), losses(tmp_path / "whole"), atol=1e-4)
-    assert len(losses(out)) == steps
+    assert [record["step"] for record in logged(out)] == list(range(steps))
+    assert np.abs(np.subtract(losses(out), losses(tmp_path / "whole"))).max() < 1e-6
+    assert [path.name for path in (out / "checkpoints").iterdir() if path.name[0] == "."] == []
+    assert _processes(out) == []
+
+
+def _processes(out: Path) -> list[int]:
+    """The processes that work on a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            state = path.with_name("stat").read_text().rpartition(")")[2].split()[0]
+            if str(out) in path.read_text() and state != "Z":
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def _wait_for_a_checkpoint_in_the_making(out: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not [*(out / "checkpoints").glob(".step-*")]:
+        time.sleep(0.0005)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from evenstep.cli import (
     check,
     compare,
     config,
+    export,
     lengths,
     plan,
     report,
@@ -37,6 +38,7 @@ app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("compare")(compare.compare)
 app.command("train")(train.train)
+app.command("export")(export.export)
 app.add_typer(config.app, name="config")
 app.command("simulate")(simulate.simulate)
 app.command("tune")(tune.tune)

@@ -19,7 +19,7 @@ from evenstep.screen import console, print_grid
 if TYPE_CHECKING:
     from evenstep.core.plan import Plan
     from evenstep.report import Report
-    from evenstep.trainer.outcome import Outcome
+    from evenstep.trainer.run import Outcome
 
 _MOST_STEPS = 50
 
@@ -115,6 +115,9 @@ def print_outcome(ended: Outcome, out: str) -> None:
     loss = "" if ended.loss is None else f", loss {ended.loss:.4f}"
     overhead = "" if ended.overhead is None else f", overhead {ended.overhead:.1%}"
     skipped = f", {ended.skipped} skipped" if ended.skipped else ""
+    if ended.validation is not None and ended.best is not None:
+        step, best = ended.best
+        loss += f", validation {ended.validation:.4f} (best {best:.4f} after step {step})"
     steps = times(ended.steps, "step") + skipped
     print(f"{state} after {steps}{loss}, {ended.seconds:.0f} s{overhead}: {out}")
 

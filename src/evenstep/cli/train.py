@@ -26,8 +26,21 @@ Steps: TypeAlias = Annotated[
 ]
 
 
+DryRun: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Tokenize, plan and estimate the memory for --set topology.dp=N ranks, then stop.",
+    ),
+]
+
+
 def train(
-    config: File, set_: options.Set = None, steps: Steps = None, json: options.Json = False
+    config: File,
+    set_: options.Set = None,
+    steps: Steps = None,
+    dry_run: DryRun = False,
+    json: options.Json = False,
 ) -> int:
     """Train a model; continue if the folder has a checkpoint.
 
@@ -47,9 +60,21 @@ def train(
     overrides = [*overrides_of(set_), *given]
     settings = load_settings(config, overrides)
     from evenstep.trainer.job import job_of
+
+    # All that is missing, before anything is imported or read.
+    job = job_of(settings, str(config), settings.recipe.topology.dp if dry_run else None)
+    if dry_run:
+        from evenstep.cli.dry_run import preview
+
+        figures = preview(job)
+        with terminal.printing():
+            if json:
+                output.print_json(figures)
+            else:
+                output.print_figures(figures, f"{config}, not trained")
+        return 0
     from evenstep.trainer.run import train as run
 
-    job_of(settings, str(config))  # all that is missing, before anything is imported or read
     ended = run(settings)
     if World.detect().rank:
         return 0

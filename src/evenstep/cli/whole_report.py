@@ -11,12 +11,12 @@ import numpy as np
 
 from evenstep import make_plan
 from evenstep.cli.job import Job
-from evenstep.cli.run_folder import read_run
 from evenstep.cli.samples import samples_of
 from evenstep.cli.strategies import OWN, SHARED, TODAY, built_in_strategies, run
 from evenstep.core.checks import assert_valid
 from evenstep.core.plan import Plan, join_plans
 from evenstep.core.ragged import IntArray
+from evenstep.data.run_folder import read_run
 from evenstep.errors import InputError
 from evenstep.report import Advice, Entry, Report, advice
 from evenstep.report.comparison import one_step_warning

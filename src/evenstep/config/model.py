@@ -14,10 +14,12 @@ from evenstep.errors import ConfigError, FileError
 _PATHS = (
     ("cost", "model"),
     ("data", "paths"),
+    ("data", "validation"),
     ("data", "tokenizer"),
     ("data", "template"),
     ("model", "path"),
     ("trainer", "out"),
+    ("trainer", "save"),
 )
 """The keys of a file that hold paths."""
 BESIDE = "per_micro_batch"  # the only key that may stand beside a model

@@ -7,18 +7,15 @@ from typing import Any, Literal, TypeAlias
 
 from evenstep.config.training import ModelSettings, OptimizerSettings
 from evenstep.core.recipe import Recipe
-from evenstep.core.text import (
-    one_of,
-    seed_number,
-    truth_field,
-    whole_field,
-)
+from evenstep.core.text import one_of, real_field, seed_number, truth_field, whole_field
 from evenstep.data.corpus import Corpus
 from evenstep.data.pool import Pool
+from evenstep.errors import ConfigError
 
 Precision: TypeAlias = Literal["float32", "bfloat16"]
 Parallel: TypeAlias = Literal["ddp", "fsdp2"]
 StopOrSkip: TypeAlias = Literal["stop", "skip"]
+JobKind: TypeAlias = Literal["sft", "pretrain", "dpo"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,37 +57,49 @@ class StreamSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerSettings:
-    """How steps are run, and what is kept of them.
+    """What is trained for, how steps are run, and what is kept of them.
 
+    job             sft: the loss is on the tokens that the data marks, of a chat those of the
+                    assistant; pretrain: on all tokens; dpo: on pairs of a chosen and a rejected
+                    answer (data.format: pairs)
+    beta            of dpo: how far the model may move away from the one that it begins as
     out             folder for checkpoints, logs and tokenized samples
+    save            folder for the trained model at the end, as `from_pretrained` reads it
     parallel        what keeps several ranks together
     precision       bfloat16: mixed precision, with weights and gradients in float32
     checkpointing   recompute activations in the backward
     compile         compile the layers with torch.compile
     save_every      steps between two checkpoints; the last step is always saved
-    keep            how many of the newest checkpoints remain
+    keep            how many of the newest checkpoints remain, beside the best one on held-out data
+    evaluate_every  steps between two evaluations on held-out data; None: before every checkpoint
     fall_back       continue from an older checkpoint if the newest is damaged; false: an error
     on_nonfinite    if the loss or gradient of a step is inf or NaN: stop with an error, or skip
                     the update
     max_skipped     the most steps of the run that may be skipped
     device          None: the GPU of this rank if there is one, else the CPU
-    tensorboard     also write logs for TensorBoard
+    log             trackers that also get the log, by accelerate's names: tensorboard, wandb, …
+    tensorboard     the same as log: tensorboard
     per_micro_batch_normalization  divide the loss of each micro-batch by its own labels, summed
                                    over ranks, and by the number of micro-batches, instead of by
                                    the labels of the step
     """
 
+    job: JobKind = "sft"
+    beta: float = 0.1
     out: str | None = None
+    save: str | None = None
     parallel: Parallel = "ddp"
     precision: Precision = "float32"
     checkpointing: bool = False
     compile: bool = False
     save_every: int = 100
     keep: int = 2
+    evaluate_every: int | None = None
     fall_back: bool = False
     on_nonfinite: StopOrSkip = "stop"
     max_skipped: int = 10
     device: str | None = None
+    log: str | tuple[str, ...] = ()
     tensorboard: bool = False
     per_micro_batch_normalization: bool = False
 
@@ -98,9 +107,16 @@ class TrainerSettings:
         for name in ("save_every", "keep"):
             whole_field(self, f"trainer.{name}")
         whole_field(self, "trainer.max_skipped", least=0)
+        if self.evaluate_every is not None:
+            whole_field(self, "trainer.evaluate_every")
+        if not real_field(self, "trainer.beta") > 0:
+            raise ConfigError("trainer.beta must be above 0.")
+        log = (self.log,) if isinstance(self.log, str) else tuple(self.log)
+        object.__setattr__(self, "log", log)
         for name in ("checkpointing", "compile", "fall_back", "tensorboard"):
             truth_field(self, f"trainer.{name}")
         truth_field(self, "trainer.per_micro_batch_normalization")
+        one_of("trainer.job", self.job, JobKind)
         one_of("trainer.parallel", self.parallel, Parallel)
         one_of("trainer.precision", self.precision, Precision)
         one_of("trainer.on_nonfinite", self.on_nonfinite, StopOrSkip)

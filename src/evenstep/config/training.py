@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from evenstep.core.text import one_of, real_field, whole_field
 from evenstep.errors import ConfigError
 
-Schedule: TypeAlias = Literal["cosine", "constant"]
+Schedule: TypeAlias = Literal["cosine", "linear", "wsd", "constant"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +88,10 @@ class OptimizerSettings:
     eps           added to the denominator
     weight_decay  of matrices; vectors, such as those of norms, have none
     warmup_steps  steps over which the learning rate rises
-    schedule      how it falls afterwards
-    min_lr        the learning rate at the last step of a cosine schedule
+    schedule      how it falls afterwards: along a cosine, along a line, only in the last
+                  `decay_steps` (wsd: warm up, stay, decay), or not at all
+    min_lr        the learning rate that it falls to
+    decay_steps   steps of the fall of a wsd schedule; None: a tenth of all steps
     clip          the largest norm of the gradient; None does not clip
 
     >>> [round(OptimizerSettings(lr=1.0, warmup_steps=2).rate(step, 10), 2) for step in (0, 1, 9)]
@@ -103,6 +105,7 @@ class OptimizerSettings:
     warmup_steps: int = 0
     schedule: Schedule = "cosine"
     min_lr: float = 0.0
+    decay_steps: int | None = None
     clip: float | None = 1.0
 
     def __post_init__(self) -> None:
@@ -115,6 +118,13 @@ class OptimizerSettings:
             _positive(self, "optimizer.clip")
         whole_field(self, "optimizer.warmup_steps", least=0)
         one_of("optimizer.schedule", self.schedule, Schedule)
+        if self.decay_steps is not None:
+            whole_field(self, "optimizer.decay_steps")
+            if self.schedule != "wsd":
+                raise ConfigError(
+                    f"optimizer.decay_steps has no effect on a {self.schedule} schedule. Set "
+                    f"optimizer.schedule to wsd, or remove it."
+                )
         object.__setattr__(self, "betas", tuple(self.betas))
         if [0 <= beta < 1 for beta in self.betas] != [True, True]:
             raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}.")
@@ -127,10 +137,12 @@ class OptimizerSettings:
         """The learning rate of step `step`, counted from 0, of `steps`."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return self.lr
-        done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
-        return self.min_lr + (self.lr - self.min_lr) * (1 + cos(pi * min(done, 1.0))) / 2
+        falls = max(1, steps - self.warmup_steps)
+        if self.schedule == "wsd":
+            falls = min(falls, self.decay_steps or max(1, steps // 10))
+        done = min(max(0, step - (steps - falls)) / falls, 1.0)
+        left = {"cosine": (1 + cos(pi * done)) / 2, "constant": 1.0}.get(self.schedule, 1 - done)
+        return self.min_lr + (self.lr - self.min_lr) * left
 
 
 def _positive(owner: object, name: str) -> None:

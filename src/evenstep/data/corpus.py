@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -51,7 +51,9 @@ from evenstep.errors import ConfigError, EvenstepError, FileError, InputError, S
 
 # Files and formats --------------------------------------------------------------------------------
 
-Format: TypeAlias = Literal["text", "jsonl", "chat", "parquet", "dataset", "tokens", "megatron"]
+Format: TypeAlias = Literal[
+    "text", "jsonl", "chat", "pairs", "parquet", "dataset", "tokens", "megatron"
+]
 
 FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
@@ -244,6 +246,47 @@ def encode_row(encoder: ChatEncoder, field: str, masked: bool, row: Any) -> dict
     return encoder.encode(row[field], masked)
 
 
+# Pairs --------------------------------------------------------------------------------------------
+
+
+def encode_pair(encoder: ChatEncoder, masked: bool, row: Any) -> list[dict[str, NDArray[Any]]]:
+    """The samples of a row with `chosen` and `rejected`, in this order.
+
+    Each is a whole chat, or an answer to the `prompt` of the row; an answer or a prompt may be
+    text. Only what differs between both chats counts in the loss, from the first message on.
+    """
+    if not isinstance(row, Mapping) or not {"chosen", "rejected"} <= row.keys():
+        raise InputError("a pair must have the fields 'chosen' and 'rejected'.")
+    chosen, rejected = (_chat_of(row, name) for name in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise InputError("the chosen and the rejected answer are the same. Remove the pair.")
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    samples = [encoder.encode(chat, masked) for chat in (chosen, rejected)]
+    if masked and any(message["role"] == "assistant" for message in chosen[:shared]):
+        before = len(encoder.encode(chosen[:shared], masked=False)["input_ids"])
+        for sample in samples:
+            sample["loss_mask"][:before] = 0
+    return samples
+
+
+def _chat_of(row: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """The messages of one answer of a pair, those of the prompt included."""
+    answer, prompt = row[name], row.get("prompt")
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not (isinstance(answer, list) and answer and all(map(_is_message, answer))):
+        raise InputError(f"{name!r} of a pair must be text, or a list of messages.")
+    if answer[0]["role"] != "assistant":
+        return answer  # a whole chat
+    if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
+        raise InputError(f"{name!r} of a pair is an answer, but its row has no 'prompt'. Add it.")
+    return [*prompt, *answer]
+
+
 # Numbers of tokens --------------------------------------------------------------------------------
 
 Engine: TypeAlias = Literal["processes", "ray"]
@@ -413,10 +456,13 @@ class Corpus:
                ("messages"). Labels and loss masks beside "input_ids" are read, except from Parquet
     tokenizer  folder of a Hugging Face tokenizer; None: UTF-8 bytes
     template   file with a chat template (Jinja); None: that of the tokenizer
+    validation files, folders or globs of held-out samples, in the same format; or the share of the
+               rows, files or documents of `paths` that is held out, such as 0.05
 
     A text file is one sample, and so is a row of a JSONL or Parquet file or a dataset, or a
-    document of a Megatron file. In a chat, only the tokens of the assistant count in the loss.
-    Samples without tokens are left out.
+    document of a Megatron file. In a chat, only the tokens of the assistant count in the loss. A
+    row of pairs is two samples, the chosen chat and the rejected one (`docs/trainer.md`). Samples
+    without tokens are left out.
 
     >>> Corpus(paths=("texts/",)).paths
     ('texts/',)
@@ -427,6 +473,7 @@ class Corpus:
     field: str | None = None
     tokenizer: str | None = None
     template: str | None = None
+    validation: str | tuple[str, ...] | float | None = None
 
     def __post_init__(self) -> None:
         paths = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
@@ -435,15 +482,25 @@ class Corpus:
         object.__setattr__(self, "paths", paths)
         if self.format is not None:
             one_of("data.format", self.format, Format)
-        if self.template is not None and self.format != "chat":
+        if self.template is not None and self.format not in ("chat", "pairs"):
             raise ConfigError("data.template is for chats. Set data.format to chat, or remove it.")
+        if isinstance(self.validation, int | float):
+            if not 0 < self.validation < 1:
+                raise ConfigError(
+                    f"data.validation must be a share between 0 and 1 or files, got "
+                    f"{self.validation}."
+                )
+        elif self.validation is not None:
+            held_out = self.validation
+            held_out = (held_out,) if isinstance(held_out, str) else tuple(held_out)
+            object.__setattr__(self, "validation", held_out)
         if self.format is not None:
             self._refuse_idle(self.format)
 
     def _refuse_idle(self, kind: Format) -> None:
         """Refuse options that have no effect on a format."""
-        if (kind == "text" or kind in TOKENS) and self.field is not None:
-            raise ConfigError(f"data.field has no effect on {kind} files. Remove it.")
+        if (kind in ("text", "pairs") or kind in TOKENS) and self.field is not None:
+            raise ConfigError(f"data.field has no effect on files of {kind}. Remove it.")
         if kind in TOKENS and self.tokenizer is not None:
             raise ConfigError(f"data.tokenizer has no effect on {kind} files. Remove it.")
 
@@ -461,7 +518,12 @@ class Corpus:
         'data.tokenizer: nowhere is not a folder. Give that of a tokenizer.'
         """
         faults = []
-        for check in (self._files_and_format, self._check_tokenizer, self._template_text):
+        for check in (
+            self._files_and_format,
+            self._check_tokenizer,
+            self._template_text,
+            self._held_out_files,
+        ):
             try:
                 check()
             except EvenstepError as error:
@@ -516,26 +578,93 @@ class Corpus:
         return None
 
     def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
-        """All samples as one token file at `path`, written unless it already holds them."""
+        """All samples but those held out as one token file at `path`, written unless it already
+        holds them."""
         files, kind = self._files_and_format()
-        if kind == "tokens" and len(files) == 1:
+        split = isinstance(self.validation, float)
+        if kind == "tokens" and len(files) == 1 and not split:
             return TokenFile(files[0])
+        return self._stored(path, progress, held_out=False if split else None)
+
+    def stored_held_out(self, path: Path, progress: Progress | None = None) -> TokenFile | None:
+        """The samples that are held out, as one token file; None if none are.
+
+        Its column `source` has the number of the entry of `paths`, or of `validation`, that each
+        sample is from.
+        """
+        if self.validation is None:
+            return None
+        if isinstance(self.validation, float):
+            return self._stored(path, progress, held_out=True)
+        return self._held_out_files()._stored(path, progress, held_out=True)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the sources of samples that are held out."""
+        entries = self._held_out_files().paths
+        names = [Path(entry).name for entry in entries]
+        return tuple(names if len({*names}) == len(names) else entries)
+
+    def _held_out_files(self) -> Corpus:
+        """The corpus that held-out samples are read from."""
+        if self.validation is None or isinstance(self.validation, float):
+            return self
+        corpus = replace(self, paths=self.validation, validation=None)
+        try:
+            corpus._files_and_format()
+        except EvenstepError as error:
+            raise type(error)(str(error).replace("data.paths", "data.validation")) from None
+        return corpus
+
+    def _stored(self, path: Path, progress: Progress | None, held_out: bool | None) -> TokenFile:
+        files, kind = self._files_and_format()
         key, beside = self._key(files), path.with_suffix(".json")
         if not (path.exists() and _text(beside) == key):
             with _in_words_of_settings():
-                self._write(path, kind, files, progress or (lambda done, total: None))
+                self._write(path, kind, files, progress or (lambda done, total: None), held_out)
             replace_file(beside, key.encode())
         return TokenFile(path)
 
-    def _write(self, path: Path, kind: Format, files: list[Path], progress: Progress) -> None:
+    def _items(self, total: int, held_out: bool | None) -> IntArray:
+        """The items to store: those held out, the others, or all."""
+        if not isinstance(self.validation, float):
+            return np.arange(total)
+        count = max(1, round(self.validation * total))
+        if count >= total:
+            raise InputError(
+                f"data.validation is {self.validation}, which leaves none of {total} rows to "
+                f"train on. Lower it, or set it to files."
+            )
+        chosen = np.random.default_rng(0).permutation(total)[:count]
+        return np.sort(chosen) if held_out else np.setdiff1d(np.arange(total), chosen)
+
+    def _sources_of(self, items: IntArray, source: SampleSource, files: list[Path]) -> IntArray:
+        """The number of the entry of `paths` that each item is from."""
+        entries = {file: at for at, path in enumerate(self.paths) for file in corpus_files([path])}
+        starts = getattr(source, "shards", np.arange(len(files) + 1))
+        return np.array([entries[file] for file in files])[
+            np.searchsorted(starts, items, "right") - 1
+        ]
+
+    def _write(
+        self,
+        path: Path,
+        kind: Format,
+        files: list[Path],
+        progress: Progress,
+        held_out: bool | None,
+    ) -> None:
         source = self._source(kind, files)
         total, empty, without_loss = len(source), 0, SamplesWithoutLoss()
+        items = self._items(total, held_out)
+        sources = self._sources_of(items, source, files) if held_out else np.zeros_like(items)
         columns: dict[str, Any] = {"loss_mask": np.uint8}
-        if kind != "chat":
+        if kind not in ("chat", "pairs"):
             first: Sample = next(iter(read_item(source, 0)), {}) if total else {}
             columns = {name: _stored_type(name, first[name]) for name in _trained(first)}
-        with TokenFileWriter(path, dtype=np.int32, columns=columns) as writer:
-            for item in range(total):
+        stored = {**columns, "source": np.uint16} if held_out else columns
+        with TokenFileWriter(path, dtype=np.int32, columns=stored) as writer:
+            for item, number in zip(items.tolist(), sources.tolist(), strict=True):
                 for sample in read_item(source, item):
                     for name in _trained(sample) ^ columns.keys():
                         has = "has no" if name in columns else "has"
@@ -543,14 +672,14 @@ class Corpus:
                             f"data.paths: sample {item} {has} {name!r}, unlike the first one. Give "
                             f"it to every row or to none."
                         )
-                    if len(sample["input_ids"]):
-                        writer.append(sample)
+                    if length := len(sample["input_ids"]):
+                        writer.append({**sample, "source": np.full(length, number)})
                         without_loss.add(sample)
                     else:
                         empty += 1
                 if item % _REPORT_EVERY == 0:
                     progress(item, total)
-            if empty == total:
+            if empty == len(items):
                 raise InputError("data.paths: no file has a token. Check the files.")
             without_loss.end()
 
@@ -561,9 +690,11 @@ class Corpus:
         tokenizer = self._load_tokenizer()
         if kind == "text":
             return Mapped(files, transform=partial(_read_text, as_tokenize(tokenizer)))
-        if kind == "chat":
+        if kind in ("chat", "pairs"):
             encoder = ChatEncoder(tokenizer, self._template_text())
-            transform = partial(encode_row, encoder, self.field or "messages", masked)
+            transform: partial[Any] = partial(encode_pair, encoder, masked)
+            if kind == "chat":
+                transform = partial(encode_row, encoder, self.field or "messages", masked)
             return ROWS.get(format_of(files[:1]), Jsonl)(files, transform=transform)
         rows = ROWS[kind](files, field=self.field, tokenizer=tokenizer)
         return rows if masked else rows.counting()
@@ -607,6 +738,8 @@ class Corpus:
             for file, status in statuses([*files, *named])
         ]
         options = {**asdict(self), "paths": list(self.paths)}
+        if not isinstance(self.validation, float):
+            options.pop("validation")  # has no effect on what is stored
         digest = digest_of(json.dumps(seen)).hex()
         return json.dumps({"options": options, "files": len(files), "digest": digest}, indent=1)
 

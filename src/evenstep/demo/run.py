@@ -1,20 +1,21 @@
 """`make demo`: train a small model on the Python standard library in three layouts, on two ranks.
 
-source -> stream -> plan -> batch -> runner, three times with the same samples in every step:
-padded to the maximum length, in dynamic batches of similar length, and packed. The loss of every
-step is the same; the throughput is not. The report shows the plans that ran, the losses and the
-times.
+`evenstep train` runs three times with the same samples in every step: padded to the maximum length,
+in dynamic batches of similar length, and packed. The loss of every step is the same; the throughput
+is not. The report shows the plans that ran, the losses and the times.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import random
-import socket
+import shutil
+import subprocess
+import sys
 import sysconfig
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,11 @@ import numpy as np
 from rich.text import Text
 
 from evenstep import screen
-from evenstep.core.cost import Cost
-from evenstep.core.layout import Layout, Packed, Padded
-from evenstep.core.plan import Plan, join_plans
 from evenstep.core.plan_file import replace_file
-from evenstep.core.recipe import Recipe, Steps, Topology, World
-from evenstep.core.step import Step
-from evenstep.data.planned import PlannedStream
-from evenstep.data.token_file import TokenFile, write_token_file
-from evenstep.planning.kernels import compile_seconds
+from evenstep.data.run_folder import RunFolder, read_run
+from evenstep.data.token_file import write_token_file
 from evenstep.planning.planner import make_plan
-from evenstep.report import Entry, Report, RunLog, advice, report_page
+from evenstep.report import Entry, Report, advice, report_page
 
 RANKS = 2
 STEPS = 12
@@ -49,10 +44,10 @@ SHAPE: dict[str, Any] = {
 }
 FOLDER = Path("build")
 
-LAYOUTS: dict[str, Layout] = {
-    "padded": Padded(max_tokens=BUDGET, pad_to=LONGEST),
-    "dynamic": Padded(max_tokens=BUDGET),
-    "packed": Packed(max_tokens=BUDGET),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": {"kind": "padded", "max_tokens": BUDGET, "pad_to": LONGEST},
+    "dynamic": {"kind": "padded", "max_tokens": BUDGET},
+    "packed": {"kind": "packed", "max_tokens": BUDGET},
 }
 
 
@@ -75,8 +70,16 @@ def main(steps: int = STEPS, each: int = SAMPLES) -> None:
         f"padded: every sample to {LONGEST:,}; dynamic: batches of similar length; packed: end to "
         f"end.\n"
     )
-    records = train_all(corpus.paths[0], each)
-    entries = [entry_of(name, record) for name, record in records.items()]
+    for name in LAYOUTS:
+        console.print(f"evenstep train {FOLDER / f'demo-{name}.yaml'}")
+        train(name, steps, each)
+    runs = {name: read_run(FOLDER / f"demo-{name}") for name in LAYOUTS}
+    records = {name: record_of(run) for name, run in runs.items()}
+    entries = [
+        Entry(name, run.plan, records[name]["planning"] * run.plan.num_steps)
+        for name, run in runs.items()
+    ]
+    console.print()
     console.print(Text("The same steps in three layouts", "bold"))
     screen.print_grid(console, ["", *records], rows(records, entries))
     note = slower_note(records, entries)
@@ -89,7 +92,7 @@ def main(steps: int = STEPS, each: int = SAMPLES) -> None:
     )
     page = FOLDER / "demo.html"
     title = f"{steps} steps of the Python standard library on {RANKS} ranks"
-    replace_file(page, report_page(report_of(title, records, entries)).encode())
+    replace_file(page, report_page(report_of(title, runs, entries)).encode())
     console.print(
         f"The report with throughput, losses and plans is at {page.resolve().as_uri()}",
         soft_wrap=True,
@@ -128,32 +131,51 @@ def definitions(path: Path) -> Iterator[bytes]:
                 yield text[:LONGEST]
 
 
-# Plans and training -----------------------------------------------------------------------------
+# Training -----------------------------------------------------------------------------------------
 
 
-def recipe_of(layout: Layout, each: int = SAMPLES) -> Recipe:
-    """The recipe of a layout; all other settings are the same."""
-    return Recipe(
-        layout=layout,
-        topology=Topology(dp=RANKS),
-        steps=Steps(samples=each),
-        cost=Cost.of_model(**SHAPE),
-        sync_every="step",
-    )
+def settings_of(name: str, steps: int = STEPS, each: int = SAMPLES) -> dict[str, Any]:
+    """The configuration of a run of `evenstep train` with a layout; only that differs."""
+    return {
+        "layout": LAYOUTS[name],
+        "steps": {"samples": each},
+        "stream": {"max_num_steps": steps, "shuffle": False},
+        "data": {"paths": "demo.tokens"},
+        "model": SHAPE,
+        "optimizer": {"lr": 3e-3, "schedule": "constant"},
+        "trainer": {"out": f"demo-{name}", "save_every": steps},
+    }
 
 
-def plan_path(name: str) -> Path:
-    """Path of the plan that rank 0 saves for a layout."""
-    return FOLDER / f"demo-{name.replace(' ', '-')}.evenstep"
+def train(name: str, steps: int, each: int) -> None:
+    """Run `evenstep train` in one process per rank, from the same initial weights."""
+    file, out = FOLDER / f"demo-{name}.yaml", FOLDER / f"demo-{name}"
+    shutil.rmtree(out, ignore_errors=True)  # it would go on where it ended
+    replace_file(file, json.dumps(settings_of(name, steps, each), indent=1).encode())
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command = [sys.executable, "-m", *launcher, "-m", "evenstep", "train", str(file), "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"training with the layout {name!r} failed; see above.")
 
 
-def entry_of(name: str, record: dict[str, Any]) -> Entry:
-    """The plan of a layout, for the table and the page."""
-    plan = Plan.load(plan_path(name))
-    return Entry(name, plan, record["planning"] * plan.num_steps)
+def record_of(run: RunFolder) -> dict[str, Any]:
+    """The figures of a run. Its first step also loads and compiles code, so that times are of the
+    others."""
+    planning = [record["seconds/plan"] for record in run.records]
+    return {
+        "losses": run.log.loss.tolist(),
+        "tokens_per_second": run.log.per_second(),
+        "micro_batches": sum(busy.shape[1] for busy in run.log.busy),
+        "planned": float(run.log.planned.mean()),
+        "measured": float(run.log.measured[run.log.steady].mean()),
+        "waiting": run.log.waiting_share(),
+        "planning": float(np.mean(planning[1:] or planning)),
+    }
 
 
-def report_of(title: str, records: dict[str, dict[str, Any]], entries: list[Entry]) -> Report:
+def report_of(title: str, runs: dict[str, RunFolder], entries: list[Entry]) -> Report:
     """The report of all layouts; its plan is that of the last, which is packed."""
     own = entries[-1]
     assert own.plan is not None
@@ -162,139 +184,9 @@ def report_of(title: str, records: dict[str, dict[str, Any]], entries: list[Entr
         plan=own.plan,
         own=own.name,
         entries=entries,
-        runs={name: RunLog.of(record["log"]) for name, record in records.items()},
+        runs={name: run.log for name, run in runs.items()},
         advice=advice(own.plan, make_plan),
     )
-
-
-class Planned:
-    """Iterates over a stream, recording its steps and the time to plan each."""
-
-    def __init__(self, stream: PlannedStream) -> None:
-        self.stream = stream
-        self.steps: list[Step] = []
-        self.seconds: list[float] = []
-
-    def __iter__(self) -> Iterator[Step]:
-        steps = iter(self.stream)
-        while True:
-            began, compiled = time.perf_counter(), compile_seconds()
-            step = next(steps, None)
-            if step is None:
-                return
-            self.seconds.append(time.perf_counter() - began - (compile_seconds() - compiled))
-            self.steps.append(step)
-            yield step
-
-    @property
-    def plan(self) -> Plan:
-        """The joined plan of all steps so far, for all ranks."""
-        pairs = [(step.plan, step.sample_ids) for step in self.steps]
-        plans = [plan for plan, _ in pairs if plan is not None]
-        return join_plans(plans, [ids for _, ids in pairs if ids is not None])
-
-    @property
-    def per_step(self) -> float:
-        """Mean seconds to plan a step. The first is left out: it also loads and compiles code."""
-        return float(np.mean(self.seconds[1:] or self.seconds))
-
-
-def train_all(corpus: Path, each: int) -> dict[str, dict[str, Any]]:
-    """Train with every layout in one process per rank; returns the records of rank 0."""
-    import torch
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    records = FOLDER / "demo.json"
-    torch.multiprocessing.spawn(train_rank, (port, corpus, each, records), nprocs=RANKS)
-    found: dict[str, dict[str, Any]] = json.loads(records.read_text())
-    return found
-
-
-def train_rank(rank: int, port: int, corpus: Path, each: int, records: Path) -> None:
-    """The process of one rank."""
-    import torch
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
-    )
-    recipes = {name: recipe_of(layout, each) for name, layout in LAYOUTS.items()}
-    found = {name: train(rank, name, recipe, corpus) for name, recipe in recipes.items()}
-    if rank == 0:
-        replace_file(records, json.dumps(found).encode())
-    torch.distributed.destroy_process_group()
-
-
-def stream_of(source: TokenFile, recipe: Recipe, rank: int) -> PlannedStream:
-    """The steps of a rank, in the order of the corpus, which is already random."""
-    lengths = source.lengths_of(np.arange(len(source)))
-    return PlannedStream(
-        source,
-        recipe,
-        world=World(rank, RANKS),
-        shuffle=False,
-        loss_tokens=lengths - 1,  # all tokens but the first
-    )
-
-
-def train(rank: int, name: str, recipe: Recipe, corpus: Path) -> dict[str, Any]:
-    """Train with one layout, from the same initial weights."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    from evenstep.demo.decoder import Decoder, DecoderShape
-    from evenstep.tensors.losses import cross_entropy
-    from evenstep.train.collectives import Distributed
-    from evenstep.train.result import gathered
-    from evenstep.train.runner import Runner
-    from evenstep.train.watch import Watch
-
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Decoder(DecoderShape(**SHAPE)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    stream = stream_of(TokenFile(corpus), recipe, rank)
-    planned = Planned(stream)
-    runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
-    results: list[Any] = []
-    log: list[dict[str, Any]] = []
-    with Watch(timeout=60), progress(rank, name) as advance:
-        for step in planned:
-            results.append(runner.run(step).reduce(runner.collective))
-            times = gathered(results[-1], runner.collective)
-            log.append({"step": len(log), **results[-1].to_dict(), **times})
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            advance(len(results), len(stream))
-    if rank == 0:
-        planned.plan.save(plan_path(name))
-    steady = results[1:]  # the first step is a warm-up
-    seconds = sum(result.timings.total for result in steady)
-    return {
-        "losses": [result.loss for result in results],
-        "tokens_per_second": sum(r.tokens_per_second * r.timings.total for r in steady) / seconds,
-        "micro_batches": sum(result.num_micro_batches for result in results),
-        "planned": float(np.mean([result.planned_imbalance for result in results])),
-        "measured": float(np.mean([result.measured_imbalance for result in steady])),
-        "waiting": sum(result.timings.wait for result in steady) / seconds,
-        "planning": planned.per_step,
-        "log": log,
-    }
-
-
-def progress(rank: int, name: str) -> Any:
-    """A progress bar on rank 0, nothing on other ranks."""
-    return screen.progress(f"Training: {name}") if rank == 0 else _Silent()
-
-
-class _Silent:
-    def __enter__(self) -> Callable[[int, int], None]:
-        return lambda done, total: None
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def rows(records: dict[str, dict[str, Any]], entries: list[Entry]) -> list[list[Text]]:

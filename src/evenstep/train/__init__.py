@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from evenstep.train.result import Kept, StepResult
     from evenstep.train.rollouts import RolloutBatch, RolloutPlan
     from evenstep.train.runner import Loss, Runner, run_step
-    from evenstep.train.scoring import compute_log_probs
+    from evenstep.train.scoring import Evaluation, compute_log_probs, sum_log_probs
     from evenstep.train.watch import Watch
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "Constant",
     "Custom",
     "Distributed",
+    "Evaluation",
     "FixedLength",
     "GroupMean",
     "Kept",
@@ -74,6 +75,7 @@ __all__ = [
     "find_budget",
     "register_forward",
     "run_step",
+    "sum_log_probs",
 ]
 
 if not TYPE_CHECKING:
@@ -100,7 +102,7 @@ if not TYPE_CHECKING:
             "result": ["Kept", "StepResult"],
             "rollouts": ["RolloutBatch", "RolloutPlan"],
             "runner": ["Loss", "Runner", "run_step"],
-            "scoring": ["compute_log_probs"],
+            "scoring": ["Evaluation", "compute_log_probs", "sum_log_probs"],
             "watch": ["Watch"],
         },
         extra="torch",

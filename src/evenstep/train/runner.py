@@ -10,9 +10,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import starmap
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from evenstep.core.cost import Cost
@@ -55,6 +56,9 @@ from evenstep.train.result import (
 )
 from evenstep.train.sharing import check_sharing
 from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
+
+if TYPE_CHECKING:
+    from evenstep.train.scoring import Evaluation
 
 LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor | tuple[Sums | Tensor, Tensor]]
 """(the model's outputs, batch) -> unnormalized sums, or a scalar; with `ByLoss` also a divisor."""
@@ -281,6 +285,20 @@ class Runner:
                 return replace(step, micro_batches=tuple(micros))
             pairs = zip(micros, too_large, strict=True)
             micros = [half for each, over in pairs for half in (each.halves() if over else (each,))]
+
+    def evaluate(self, stream: Iterable[Step], sources: ArrayLike | None = None) -> Evaluation:
+        """The loss of held-out samples by forward passes, in eval mode, over all steps and ranks.
+
+        The mean over the whole stream, exact for any number of ranks and any layout. `sources` has
+        the number of the source of each sample, by sample id; each then gets a loss of its own. All
+        ranks call it, each with its steps.
+
+            held_out = PlannedStream(samples, recipe, shuffle=False)
+            print(runner.evaluate(held_out).loss)
+        """
+        from evenstep.train.scoring import evaluate  # stands on this module
+
+        return evaluate(self, stream, sources)
 
     def run_fed(
         self, feed: Iterable[FedMicroBatch], number: int = 0, *, lock_step: bool | None = None

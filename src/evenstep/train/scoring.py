@@ -1,18 +1,20 @@
-"""compute_log_probs: log-probs of samples by forward passes only."""
+"""Forward passes only: log-probs of samples, and the loss of held-out ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.prefixes import find_prefixes
-from evenstep.core.recipe import Recipe, check_recipe
+from evenstep.core.recipe import Recipe, Steps, check_recipe
 from evenstep.core.step import Step
 from evenstep.data.source import digest_of, length_of
 from evenstep.errors import ConfigError, InputError
@@ -20,7 +22,7 @@ from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head, HeadOption, Wanted, positive, score
-from evenstep.tensors.losses import select_output
+from evenstep.tensors.losses import Metric, Sums, select_output
 from evenstep.tensors.restore import restore_ragged, sum_shared
 from evenstep.tensors.transport import CALLS
 from evenstep.train.checks import (
@@ -28,12 +30,15 @@ from evenstep.train.checks import (
     check_exchanged,
     check_fingerprints,
     exchange_digests,
+    loss_inputs,
 )
-from evenstep.train.collectives import Alone, Collective
+from evenstep.train.collectives import Alone, Bundle, Collective
 from evenstep.train.framework import Forward, device_of, forward_of
 from evenstep.train.model_head import Answer, Heads
-from evenstep.train.runner import Prefetch
+from evenstep.train.normalization import ByLoss, split_divisor, weighted
+from evenstep.train.runner import Prefetch, Runner
 from evenstep.train.sharing import check_sharing
+from evenstep.train.step_loss import StepLoss
 
 
 class SampleSequence(Protocol):
@@ -126,6 +131,33 @@ def compute_log_probs(
         return list(restored.values.split(torch.diff(restored.offsets).tolist()))
     ranks = Alone() if collective is None else collective
     return _score_planned(scorer, samples, recipe, ranks, share_prefixes)
+
+
+_SCORED = 4096  # samples that are planned together
+
+
+def sum_log_probs(model: Any, samples: SampleSequence, recipe: Recipe, **options: Any) -> Tensor:
+    """(samples) float64 on the host: the log-prob of the loss tokens of each sample, summed.
+
+    For `dpo`: `reference_log_probs` per sequence. `options` are those of `compute_log_probs`. A
+    part of the samples is planned at a time, so there may be any number.
+
+    >>> from evenstep import Packed
+    >>> from evenstep.demo.decoder import Decoder, DecoderShape
+    >>> samples = [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}, {"input_ids": [4]}]
+    >>> recipe = Recipe(layout=Packed(max_tokens=4))
+    >>> sum_log_probs(Decoder(DecoderShape(vocab=9)), samples, recipe).shape
+    torch.Size([2])
+    """
+    recipe, sums = replace(recipe, steps=Steps(samples=_SCORED)), []
+    for start in range(0, len(samples), _SCORED):
+        part = [samples[i] for i in range(start, min(start + _SCORED, len(samples)))]
+        tokens = [{"input_ids": torch.tensor(each["input_ids"])} for each in part]
+        scores = compute_log_probs(model, tokens, recipe, **options)
+        for sample, log_probs in zip(part, scores, strict=True):
+            mask = np.asarray(sample.get("loss_mask", 1), np.float64)
+            sums.append((log_probs.double().cpu() * torch.from_numpy(mask)).sum())
+    return torch.stack(sums)
 
 
 def _score_planned(
@@ -264,3 +296,121 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+# The loss of held-out samples ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The loss of held-out samples, over all steps and ranks.
+
+    loss          the weighted sum of all losses, as in training
+    losses        each loss by name, not weighted
+    denominators  what they were divided by, such as the number of loss tokens
+    sources       the loss of the samples of each source, if there are sources; NaN without any
+    metrics       of the loss functions, by name
+
+        evaluation = runner.evaluate(held_out)
+        print(evaluation.loss, evaluation.denominators["loss_tokens"])
+    """
+
+    loss: float
+    losses: dict[str, float]
+    denominators: dict[str, float]
+    sources: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def evaluate(
+    runner: Runner, stream: Iterable[Step], sources: ArrayLike | None = None
+) -> Evaluation:
+    """See `Runner.evaluate`."""
+    numbers = None if sources is None else np.asarray(sources, np.int64)
+    losses = {name: (each.normalization, each.weight) for name, each in runner.losses.items()}
+    step_loss = StepLoss(losses)
+    bundles: list[Bundle] = []
+    with torch.no_grad(), _evaluating(runner.model):
+        torch.clear_autocast_cache()  # casts of weights before the last update
+        for step in stream:
+            items = step if step.batches is None else step.batches
+            prepared = Prefetch(_batches(runner, items), runner.prefetch)
+            with closing(iter(prepared)) as batches:
+                parts = [_evaluate_batch(runner, step_loss, numbers, each) for each in batches]
+            bundles = [Bundle.merge([*bundles, *parts])]
+    torch.clear_autocast_cache()  # casts without a gradient
+    if not bundles:
+        raise InputError("there is no step to evaluate. Pass a stream with at least one sample.")
+    reduced = bundles[0].reduce(runner.collective)
+    values = step_loss.finish(reduced)
+    if values.empty:
+        raise InputError("no token of these samples counts in the loss. Check their loss masks.")
+    by_source = []
+    for number in range(0 if numbers is None else int(numbers.max()) + 1):
+        over = float(reduced.sums[f"source/{number}/amount"])
+        by_source.append(float(reduced.sums[f"source/{number}/sum"]) / over if over else np.nan)
+    return Evaluation(
+        loss=values.loss,
+        losses=values.losses,
+        denominators=values.denominators,
+        sources=by_source,
+        metrics={name: float(metric.value) for name, metric in values.metrics.items()},
+    )
+
+
+def _batches(runner: Runner, items: Iterable[Any]) -> Iterator[Batch]:
+    device = device_of(runner.model) if runner.device is None else runner.device
+    for item in items:
+        batch = item if isinstance(item, Batch) else runner.collate(*item)
+        yield batch if device is None else batch.to(device, non_blocking=True)
+
+
+def _evaluate_batch(runner: Runner, step_loss: StepLoss, numbers: Any, batch: Batch) -> Bundle:
+    """The loss sums of one micro-batch, what they are divided by, and both by source."""
+    assert runner.forward is not None
+    batch = batch if runner.preprocess is None else runner.preprocess(batch)
+    shard: Any = batch if runner.shard is None else runner.shard(batch)
+    amounts = step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
+    outputs = runner.forward(runner.model, shard)
+    sums: dict[str, Tensor] = {}
+    metrics: dict[str, Metric] = {}
+    by_source: dict[str, Tensor] = {}
+    for at, (name, loss) in enumerate(runner.losses.items()):
+        whole = weighted(batch, loss.normalization)
+        whole_shard: Any = whole if runner.shard is None else runner.shard(whole)
+        value = loss.function(*loss_inputs(loss.function, outputs, whole_shard))
+        if isinstance(value, tuple) or isinstance(loss.normalization, ByLoss):
+            value, divisor = split_divisor(name, loss.normalization, value)
+            amounts[loss.normalization.name] = divisor.double()
+        sums[name] = value.loss if isinstance(value, Sums) else value
+        if isinstance(value, Sums):
+            prefix = f"{name}/" if len(runner.losses) > 1 else ""
+            metrics |= {f"{prefix}{key}": metric for key, metric in value.metrics.items()}
+            if value.by_tile is not None:
+                sums[name] = value.by_sequence.double().sum()
+        if numbers is not None and at == 0:
+            by_source = _by_source(value, whole, numbers)
+    bundle = step_loss.bundle(sums, amounts, step_loss.scales(), metrics)
+    return Bundle({**bundle.sums, **by_source}, bundle.metrics)
+
+
+def _by_source(value: Any, batch: Batch, numbers: Any) -> dict[str, Tensor]:
+    """The sum of the loss and of the weights of the loss tokens of each source."""
+    if not isinstance(value, Sums) or value.by_tile is None:
+        raise InputError(
+            "sources need the loss of each sequence, but the loss function returned a sum of all. "
+            "Return Sums of whole sequences (`PerSequence`), or leave sources out."
+        )
+    real = batch.sample_ids >= 0
+    by_tile = batch.loss_weights.new_zeros(len(real), dtype=torch.float64)
+    by_tile.index_add_(0, batch.segment_ids.flatten(), batch.loss_weights.flatten().double())
+    source = torch.from_numpy(numbers[batch.sample_ids[real].cpu().numpy()]).to(real.device)
+    of_all = torch.zeros(int(numbers.max()) + 1, dtype=torch.float64, device=real.device)
+    loss = of_all.index_add(0, source, value.by_sequence.double())
+    amount = of_all.index_add(0, source, by_tile[real])
+    named = {"sum": loss, "amount": amount}
+    return {
+        f"source/{number}/{name}": each
+        for name, values in named.items()
+        for number, each in enumerate(values.unbind())
+    }

@@ -1,5 +1,14 @@
 """The reference trainer: settings -> **a trained model**, on one process or many.
 
+run          train: a run from its settings to its end
+job          the settings, complete, and those of the run in a folder
+samples      tokens in files, the steps of a rank, held-out samples, pairs
+model        built, adapted, wrapped for its ranks; its optimizer
+checkpoints  written while training goes on, complete and intact or refused
+export       a checkpoint -> a folder that `from_pretrained` reads
+ranks        the processes of a run, and the lock of its folder
+logs         log.jsonl, the line on a terminal, trackers
+
 >>> from evenstep import Packed, Recipe, Steps
 >>> from evenstep.config import Settings, StreamSettings, TrainerSettings
 >>> from evenstep.data import Corpus
@@ -18,12 +27,12 @@ from typing import TYPE_CHECKING
 from evenstep.lazy import exports
 
 if TYPE_CHECKING:
-    from evenstep.trainer.outcome import Outcome
-    from evenstep.trainer.run import train
+    from evenstep.trainer.export import export_model
+    from evenstep.trainer.run import Outcome, train
 
-__all__ = ["Outcome", "train"]
+__all__ = ["Outcome", "export_model", "train"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(
-        __name__, {"outcome": ["Outcome"], "run": ["train"]}, extra="torch"
+        __name__, {"export": ["export_model"], "run": ["Outcome", "train"]}, extra="torch"
     )

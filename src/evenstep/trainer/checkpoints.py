@@ -5,55 +5,54 @@
     out/checkpoints/damaged-step-000140/  one that `trainer.fall_back` went past
 
 A checkpoint holds what `torch.distributed.checkpoint` writes (model, optimizer, random states) and
-`state.json` (step, cursor, size and checksum of every file). It is written beside and renamed when
-every rank has finished. Loading compares the checksums, before anything is unpickled, and reshards
-it for any number of ranks.
+`state.json` (step, cursor, size and checksum of every file). It is copied to the host, then written
+beside by a thread while training goes on, and renamed when every rank has finished. Loading
+compares the checksums, before anything is unpickled, and reshards it for any number of ranks.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import warnings
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
 
-from evenstep.core.plan_file import replace_file
 from evenstep.core.text import listed
+from evenstep.data.manifest import Checksum, DamagedError, Manifest, checksum, damaged
 from evenstep.errors import ConfigError, EvenstepError, FileError
 from evenstep.train.gradients import local_tensor
 from evenstep.trainer.ranks import Ranks
 
 _NAME = re.compile(r"step-(\d+)")
 _STATE = "state.json"
-_CHUNK = 2**24  # bytes read at a time for a checksum
+
+# One process needs no group; the filter holds in the thread that writes too.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class Place(NamedTuple):
-    """Where a run is: steps done, the cursor of the stream after them, and how many of the steps
-    were skipped."""
+    """Where a run is: steps done, the cursor of the stream after them, how many of the steps were
+    skipped, and the step and the loss of the best evaluation."""
 
     step: int
     cursor: dict[str, Any] | None
     skipped: int = 0
-
-
-class DamagedError(FileError):
-    """A checkpoint cannot be read."""
+    best: tuple[int, float] | None = None
 
 
 class Checkpoints:
@@ -61,58 +60,109 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, ranks: Ranks) -> None:
         self.folder, self.keep, self.ranks = folder, keep, ranks
+        self._thread = ThreadPoolExecutor(1, "evenstep-checkpoints")
+        # It starts here: `Watch` may interrupt a main thread that starts one (decision 067).
+        self._thread.submit(int).result()
+        gpu = ranks.device.type != "cpu"  # pinned memory, which is kept: the copy takes a tenth
+        self._stager = DefaultStager(StagingOptions(gpu, False, False, gpu))
+        self._written: tuple[Path, Future[str | None]] | None = None
 
     # Writing --------------------------------------------------------------------------------------
 
     def save(self, place: Place, model: Any, optimizer: Any) -> None:
-        """Write a checkpoint, then remove the oldest beyond `keep`.
+        """Copy what a checkpoint holds and begin to write it. `finish` waits for its end.
 
         Refuses weights that are not finite. If it fails, the others remain.
         """
+        self.finish()
         self._refuse_nonfinite(place, model, optimizer)
         name = f"step-{place.step:06d}"
-        target, beside = self.folder / name, self.folder / f".{name}"
-        with self._writing(target):
-            if self.ranks.first:
+        target = self.folder / name
+        failure: str | None = None
+        if self.ranks.first:
+            try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for old in self.folder.glob(".step-*"):
                     shutil.rmtree(old)
-        with self._writing(target), _alone_is_fine():
-            dcp.save(self._state(model, optimizer), checkpoint_id=beside, no_dist=self._alone)
-        files: dict[str, tuple[int, int]] = {}
-        with self._writing(target):
-            files = {file.name: _checksum(file) for file in self._written(beside)}
-        for each in self.ranks.gather(files):
-            files |= each
-        with self._writing(target):
-            if self.ranks.first:
-                replace_file(beside / _STATE, _encode(place, files))
-                if target.exists():
-                    shutil.rmtree(target)
-                beside.rename(target)
-                for old in complete(self.folder)[: -self.keep]:
-                    shutil.rmtree(old)
+            except OSError as error:
+                failure = _reason(error)
+        self._agree(target, failure)
+        state, copied = self._state(model, optimizer), Event()
+        self._written = target, self._thread.submit(self._write, state, copied, place, target)
+        copied.wait()
 
-    @contextmanager
-    def _writing(self, target: Path) -> Iterator[None]:
-        """If a rank cannot write, all of them raise, and what was written is removed."""
-        failure: EvenstepError | None = None
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete; raises on all ranks if it failed on any."""
+        if self._written is None:
+            return
+        (target, future), self._written = self._written, None
+        self._agree(target, future.result())
+
+    def wait(self) -> None:
+        """The same at the end of a run that has failed, whose error is more important."""
+        if self._written is not None:
+            self._written[1].exception()
+        self._thread.shutdown()
+        self._stager.close()
+
+    def _write(
+        self, state: dict[str, Any], copied: Event, place: Place, target: Path
+    ) -> str | None:
+        """In the thread: write all files and their checksums, and give the checkpoint its name; why
+        not if that fails."""
+        beside, failure = target.with_name(f".{target.name}"), None
+        files: dict[str, Checksum] = {}
         try:
-            yield
-        except (CheckpointException, OSError, RuntimeError, FileError) as error:
+            response: Any = dcp.async_save(
+                state,
+                checkpoint_id=beside,
+                process_group=self.ranks.background,
+                no_dist=self._alone,
+                async_stager=self._stager,
+            )
+            copied.set()
+            response.result()
+            files = {file.name: checksum(file) for file in self._files_of_rank(beside)}
+        except (CheckpointException, OSError, RuntimeError) as error:
+            failure = _reason(error)
+        finally:
+            copied.set()
+        parts = self.ranks.gather((failure, files), self.ranks.background)
+        failures = [each for each, _ in parts if each is not None]
+        if failures or not self.ranks.first:
+            return failures[0] if failures else None
+        try:
+            for _, each in parts:
+                files |= each
+            Manifest(place._asdict(), files).save(beside / _STATE)
+            if target.exists():
+                shutil.rmtree(target)
+            beside.rename(target)
+            best = "" if place.best is None else f"step-{place.best[0]:06d}"
+            for old in complete(self.folder)[: -self.keep]:
+                if old.name != best:
+                    shutil.rmtree(old)
+        except (OSError, FileError) as error:
+            return _reason(error)
+        return None
+
+    def _agree(self, target: Path, failure: str | None) -> None:
+        """If a rank cannot write, all of them raise, and what was written is removed."""
+        error: EvenstepError | None = None
+        if failure is not None:
             newest = complete(self.folder)
             left = f"The run can continue from {newest[-1].name}. " if newest else ""
-            failure = FileError(
-                f"{target} cannot be written ({_reason(error)}). {left}Check the free disk space "
-                f"and start it again."
+            error = FileError(
+                f"{target} cannot be written ({failure}). {left}Check the free disk space and "
+                f"start it again."
             )
         try:
-            self.ranks.agree(failure)
+            self.ranks.agree(error)
         except EvenstepError:
-            shutil.rmtree(target.parent / f".{target.name}", ignore_errors=True)
+            shutil.rmtree(target.with_name(f".{target.name}"), ignore_errors=True)
             raise
 
-    def _written(self, folder: Path) -> list[Path]:
+    def _files_of_rank(self, folder: Path) -> list[Path]:
         """The files of this rank, `__RANK_*.distcp`; of rank 0 also those of no rank."""
         rank = self.ranks.world.rank
         files = [path for path in folder.iterdir() if path.name != _STATE]
@@ -167,21 +217,16 @@ class Checkpoints:
     def _verify(self, path: Path) -> None:
         """Compare the checksums; ranks share the files. Raises alike on all ranks."""
         failure: EvenstepError | None = None
+        ranks = self.ranks
         try:
-            stored = sorted(_decode(path)[1].items())
-            for name, expected in stored[self.ranks.world.rank :: self.ranks.world.size]:
-                if not (path / name).is_file():
-                    raise _damaged(path, f"{name} is missing")
-                size = (path / name).stat().st_size
-                if size != expected[0]:
-                    raise _damaged(path, f"{name} has {size:,} bytes, expected {expected[0]:,}")
-                if _checksum(path / name) != tuple(expected):
-                    raise _damaged(path, f"{name} does not match its checksum")
+            manifest = Manifest.load(path / _STATE)
+            _place_of(manifest, path)
+            manifest.check(path, sorted(manifest.files)[ranks.world.rank :: ranks.world.size])
         except OSError as error:
-            failure = _damaged(path, error.strerror or str(error))
+            failure = damaged(path, error.strerror or str(error))
         except FileError as error:
             failure = error
-        self.ranks.agree(failure, DamagedError)
+        ranks.agree(failure, DamagedError)
 
     def _load(self, path: Path, model: Any, optimizer: Any) -> Place:
         """Load a checkpoint into model and optimizer, and this rank's random states."""
@@ -194,8 +239,7 @@ class Checkpoints:
         if random:  # the checkpoint may be of fewer ranks, or of another device
             state["random"] = random
         try:
-            with _alone_is_fine():
-                dcp.load(state, checkpoint_id=path, no_dist=self._alone)
+            dcp.load(state, checkpoint_id=path, no_dist=self._alone)
         except (CheckpointException, OSError, RuntimeError, ValueError) as error:
             raise FileError(
                 f"{path} cannot be loaded ({_reason(error)}). Set trainer.out to another folder."
@@ -207,12 +251,13 @@ class Checkpoints:
             optim_state_dict=state["optimizer"],
             options=_options(),
         )
-        set_random_states(random, self.ranks)
+        for name, each in random.items():
+            _generators(self.ranks)[name].set_rng_state(each)
         return read_place(path)
 
     def _set_aside(self, paths: list[Path], faults: list[DamagedError], newest: Path) -> None:
         """Rename damaged checkpoints, so that they do not count as the newest ones."""
-        self.ranks.wait()
+        self.ranks.gather(None)  # until no rank reads them
         if not self.ranks.first:
             return
         for path in paths:
@@ -228,26 +273,16 @@ class Checkpoints:
 
     def _state(self, model: Any, optimizer: Any) -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer, options=_options())
-        return {"model": weights, "optimizer": moments, "random": random_states(self.ranks)}
+        generators = _generators(self.ranks).items()
+        random = {name: module.get_rng_state() for name, module in generators}
+        return {"model": weights, "optimizer": moments, "random": random}
 
 
-def random_states(ranks: Ranks) -> dict[str, Tensor]:
-    """The states of this rank's random generators: of the CPU, and of its device if that is
+def _generators(ranks: Ranks) -> dict[str, Any]:
+    """The modules of this rank's random generators: of the CPU, and of its device if that is
     another."""
-    states = {f"rank-{ranks.world.rank}-cpu": torch.get_rng_state()}
-    if ranks.device.type != "cpu":
-        module = torch.get_device_module(ranks.device)
-        states[f"rank-{ranks.world.rank}-{ranks.device.type}"] = module.get_rng_state(ranks.device)
-    return states
-
-
-def set_random_states(states: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Set the generators whose states are there."""
-    for name, state in states.items():
-        if name.endswith("-cpu"):
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(ranks.device).set_rng_state(state, ranks.device)
+    modules = {ranks.device.type: torch.get_device_module(ranks.device), "cpu": torch}
+    return {f"rank-{ranks.world.rank}-{kind}": module for kind, module in modules.items()}
 
 
 def complete(folder: Path) -> list[Path]:
@@ -259,48 +294,16 @@ def complete(folder: Path) -> list[Path]:
 
 def read_place(path: Path) -> Place:
     """The place of a checkpoint."""
-    return _decode(path)[0]
+    return _place_of(Manifest.load(path / _STATE), path)
 
 
-def _encode(place: Place, files: Mapping[str, tuple[int, int]]) -> bytes:
-    values = {**place._asdict(), "files": dict(sorted(files.items()))}
-    return json.dumps({**values, "checksum": _digest(values)}).encode()
-
-
-def _decode(path: Path) -> tuple[Place, dict[str, tuple[int, int]]]:
-    """The place, and the size and checksum of every file of a checkpoint."""
+def _place_of(manifest: Manifest, path: Path) -> Place:
     try:
-        values = json.loads((path / _STATE).read_bytes())
-        if "step" in values and not {"checksum", "files"} & values.keys():
-            raise FileError(
-                f"{path} is of an earlier version, whose checkpoints have no checksums. Continue "
-                f"with that version, or set trainer.out to another folder."
-            )
-        if values.pop("checksum") != _digest(values):
-            raise ValueError("its checksum differs")
-        files = {name: (int(size), int(crc)) for name, (size, crc) in values.pop("files").items()}
-        return Place(**values), files
-    except OSError as error:
-        raise _damaged(path, f"{_STATE}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _damaged(path, f"{_STATE} is not what was written") from None
-
-
-def _digest(values: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
-
-
-def _checksum(path: Path) -> tuple[int, int]:
-    """The size and the CRC-32 of a file."""
-    size = crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return size, crc
-
-
-def _damaged(path: Path, why: str) -> DamagedError:
-    return DamagedError(f"{path} is damaged ({why})")
+        place = Place(**manifest.values)
+    except TypeError:
+        raise damaged(path, f"{_STATE} is not what was written") from None
+    best = None if place.best is None else (int(place.best[0]), float(place.best[1]))
+    return place._replace(best=best)
 
 
 def _refuse_other_model(path: Path, weights: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
@@ -311,20 +314,17 @@ def _refuse_other_model(path: Path, weights: Mapping[str, Any], stored: Mapping[
         for name, each in stored.items()
         if name.startswith("model.") and hasattr(each, "size")
     }
-    differing = [
+    faults = [
         f"{name} has shape {known[name]}, but {shape} in the model"
         for name, shape in shapes.items()
-        if name in known and known[name] != shape
+        if known.get(name, shape) != shape
     ]
-    lacking = [name for name in shapes if name not in known]
-    further = [name for name in known if name not in shapes]
-    faults = [listed(differing, most=1)] if differing else []
-    faults += [f"it lacks {listed(lacking, most=1)}"] if lacking else []
-    faults += [f"it has {listed(further, most=1)}"] if further else []
+    faults += [f"it lacks {name}" for name in shapes if name not in known]
+    faults += [f"it has {name}" for name in known if name not in shapes]
     if faults:
         raise ConfigError(
-            f"{path} is of another model: {'; '.join(faults)}. Use the model of the run, or set "
-            f"trainer.out to another folder."
+            f"{path} is of another model: {listed(faults, most=2)}. Use the model of the run, or "
+            f"set trainer.out to another folder."
         )
 
 
@@ -347,14 +347,6 @@ def _reason(error: BaseException) -> str:
         return cause.strerror or str(cause)
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return "a file is shorter than what was written" if "unexpected pos" in text else text
-
-
-@contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """Without the warning that a single process is one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _options() -> StateDictOptions:

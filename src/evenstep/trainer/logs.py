@@ -1,19 +1,21 @@
-"""Logs: what each step was, for people and programs."""
+"""Logs: what each step was, for people, programs and trackers."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from evenstep.config.settings import TrainerSettings
 from evenstep.core.plan_file import replace_file
+from evenstep.data.source import digest_of
 from evenstep.errors import ConfigError
-
-_EVERY_S = 10.0  # seconds between two lines if standard error is not a terminal
+from evenstep.report.run_progress import RunProgress
+from evenstep.trainer.job import Job
+from evenstep.trainer.ranks import Ranks
 
 
 class Log:
@@ -48,86 +50,60 @@ def _step(line: bytes) -> float:
         return float("inf")  # the last line of a process that was killed
 
 
-class Board:
-    """The numbers of each step for TensorBoard."""
+@contextmanager
+def writers(job: Job, ranks: Ranks, step: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A function that logs a step, on rank 0: to `log.jsonl`, to trackers and to standard error."""
+    if not ranks.first:
+        yield lambda values: None
+        return
+    trackers = [_tracker(name, job, step) for name in _names(job.settings.trainer)]
+    log, line = Log(job.folder / "log.jsonl", step), RunProgress(job.steps, step)
 
-    def __init__(self, folder: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "tensorboard: true needs the tensorboard package. Install it, or set it to false."
-            ) from None
-        self._writer = SummaryWriter(str(folder), purge_step=step)
+    def write(values: Mapping[str, Any]) -> None:
+        log.write(values)
+        line.write(values)
+        numbers = {name: each for name, each in values.items() if isinstance(each, int | float)}
+        for tracker in trackers:
+            tracker.log(numbers, step=values["step"])
 
-    def write(self, values: Mapping[str, Any]) -> None:
-        """Add one step."""
-        for name, value in values.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, values["step"])
-
-    def close(self) -> None:
-        """Finish the files."""
-        self._writer.close()
-
-
-class Line:
-    """The state of a run on standard error: one line that changes on a terminal; otherwise a new
-    line every ten seconds."""
-
-    def __init__(self, steps: int, done: int, stream: TextIO | None = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._steps, self._first, self._began = steps, done, time.perf_counter()
-        self._live = self._stream.isatty()
-        self._said, self._width = 0.0, 0
-
-    def write(self, values: Mapping[str, Any]) -> None:
-        """Show one step."""
-        now = time.perf_counter()
-        done = int(values["step"]) + 1
-        if not self._live and now - self._said < _EVERY_S and done < self._steps:
-            return
-        self._said = now
-        left = (now - self._began) / (done - self._first) * (self._steps - done)
-        text = line_of(values, self._steps, left)
-        if self._live:
-            self._stream.write(f"\r{text:<{self._width}}")
-            self._width = len(text)
-        else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """End the line."""
-        if self._live and self._width:
-            self._stream.write("\n")
-            self._stream.flush()
+    try:
+        yield write
+    finally:
+        for each in (log, line):
+            each.close()
+        for tracker in trackers:
+            tracker.finish()
 
 
-def line_of(values: Mapping[str, Any], steps: int, left: float) -> str:
-    """The line of one step.
-
-    >>> values = {"step": 4, "loss": 2.5, "tokens_per_second": 12345.0, "padding": 0.013}
-    >>> line_of({**values, "imbalance/planned": 1.002}, 20, 75.0)
-    'step 5/20  loss 2.5000  12,345 tokens/s  padding 1.3%  imbalance 1.002  1:15 left'
-    """
-    parts = [
-        f"step {values['step'] + 1}/{steps}",
-        f"loss {values['loss']:.4f}",
-        f"{values['tokens_per_second']:,.0f} tokens/s",
-        f"padding {values['padding']:.1%}",
-    ]
-    if values.get("skipped"):
-        parts.append("skipped")
-    if values.get("imbalance/planned") is not None:
-        parts.append(f"imbalance {values['imbalance/planned']:.3f}")
-    if values.get("mfu") is not None:
-        parts.append(f"MFU {values['mfu']:.1%}")
-    return "  ".join([*parts, f"{_clock(left)} left"])
+def _names(settings: TrainerSettings) -> tuple[str, ...]:
+    """The trackers of a run."""
+    return tuple(dict.fromkeys([*settings.log, *["tensorboard"] * settings.tensorboard]))
 
 
-def _clock(seconds: float) -> str:
-    """75 -> 1:15, 3675 -> 1:01:15."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def _tracker(name: str, job: Job, step: int) -> Any:
+    """A tracker of accelerate; one that can goes on where an earlier start of the run ended."""
+    try:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS as KINDS
+    except ImportError:
+        raise ConfigError(
+            "trainer.log needs accelerate. Install it with pip install accelerate."
+        ) from None
+    if name not in KINDS:
+        raise ConfigError(f"trainer.log: {name!r} is unknown; expected one of {', '.join(KINDS)}.")
+    run, options = job.folder.resolve().name, {}
+    if name == "tensorboard":
+        options = {"logging_dir": str(job.folder), "purge_step": step}
+        run = "tensorboard"
+    elif KINDS[name].requires_logging_directory:
+        options = {"logging_dir": str(job.folder)}
+    elif name == "wandb":
+        digest = digest_of(str(job.folder.resolve())).hex()[:16]
+        options = {"id": digest, "resume": "allow", "dir": str(job.folder)}
+    try:
+        tracker = KINDS[name](run, **options)
+        tracker.start()
+    except ImportError:
+        raise ConfigError(
+            f"trainer.log: {name} is not installed. Install it with pip install {name}."
+        ) from None
+    return tracker

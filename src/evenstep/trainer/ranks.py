@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import torch
 
 from evenstep.core.recipe import World
+from evenstep.data.manifest import lock_file
 from evenstep.errors import ConfigError, EvenstepError, FileError, RankError
 from evenstep.train.collectives import Alone, Collective, Distributed
 
@@ -33,16 +31,13 @@ class Ranks:
     collective: Collective
     slow: Any
     """A process group on the CPU that waits long; None for one process."""
+    background: Any
+    """Another one, for the thread that writes checkpoints."""
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which writes and prints."""
         return self.world.rank == 0
-
-    def wait(self) -> None:
-        """Until every rank is here."""
-        if self.slow is not None:
-            torch.distributed.monitored_barrier(self.slow, timeout=_LONG)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank."""
@@ -50,12 +45,12 @@ class Ranks:
             return flag
         return bool(self.collective.all_reduce_sum(torch.tensor(float(flag))).item())
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks."""
+    def gather(self, value: T, group: Any = None) -> list[T]:
+        """The values of all ranks, once all are here."""
         if self.slow is None:
             return [value]
         values: list[Any] = [None] * self.world.size
-        torch.distributed.all_gather_object(values, value, group=self.slow)
+        torch.distributed.all_gather_object(values, value, group=group or self.slow)
         return values
 
     def agree(self, failure: EvenstepError | None, kind: type[EvenstepError] = RankError) -> None:
@@ -80,7 +75,7 @@ def reserved(folder: Path, ranks: Ranks) -> Iterator[None]:
     if ranks.first:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = _locked(folder / "run.lock")
+            lock = lock_file(folder / "run.lock")
         except EvenstepError as error:
             failure = error
         except OSError as error:
@@ -96,49 +91,34 @@ def reserved(folder: Path, ranks: Ranks) -> Iterator[None]:
             lock.close()
 
 
-def _locked(path: Path) -> IO[str]:
-    """The file, locked; it says who holds it, for other runs."""
-    file = path.open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise FileError(
-            f"{path.parent} is in use by {holder}. Stop that run, or set trainer.out to another "
-            f"folder."
-        ) from None
-    except OSError as error:  # a file system without locks
-        warnings.warn(
-            f"{path.parent} cannot be locked ({error.strerror or error}): make sure that no other "
-            f"run uses it",
-            stacklevel=2,
-        )
-    file.truncate(0)
-    since = datetime.now(UTC).isoformat(" ", "seconds")
-    file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-    file.flush()
-    return file
-
-
 @contextmanager
 def joined(device: str | None) -> Iterator[Ranks]:
-    """The ranks that torchrun started, or this process alone."""
+    """The ranks that torchrun, Slurm or Ray started, or this process alone."""
     world = World.detect()
     chosen = device_of(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    if world.size == 1 and not torch.distributed.is_torchelastic_launched():
-        yield Ranks(world=world, device=chosen, collective=Alone(), slow=None)
+    ready = torch.distributed.is_initialized()  # by Ray
+    if world.size == 1 and not (ready or torch.distributed.is_torchelastic_launched()):
+        yield Ranks(world=world, device=chosen, collective=Alone(), slow=None, background=None)
         return
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend)
+    if not ready:
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend)
     try:
-        slow = torch.distributed.new_group(backend="gloo", timeout=_LONG)
-        yield Ranks(world=world, device=chosen, collective=Distributed(), slow=slow)
+        slow, background = (
+            torch.distributed.new_group(backend="gloo", timeout=_LONG) for _ in range(2)
+        )
+        yield Ranks(
+            world=world,
+            device=chosen,
+            collective=Distributed(),
+            slow=slow,
+            background=background,
+        )
     finally:
-        torch.distributed.destroy_process_group()
+        if not ready:
+            torch.distributed.destroy_process_group()
 
 
 def device_of(name: str | None) -> torch.device:

@@ -27,6 +27,8 @@ _MOST_STEPS = 1000  # that are planned again
 class RunFolder:
     """What a run left: its log, the plan of its steps from `first` on, notes about the rest."""
 
+    records: list[dict[str, Any]]
+    """The lines of its log, one per step."""
     log: RunLog
     plan: Plan
     epochs: IntArray
@@ -54,7 +56,7 @@ def read_run(folder: Path, progress: Callable[[int, int], None] | None = None) -
             f"The plan is of steps {count(first)} to {count(last - 1)} of {count(done)}: the run "
             f"was started {len(starts)} times, and at most {count(_MOST_STEPS)} steps are shown."
         )
-    return RunFolder(RunLog.of(records), plan, epochs, first, notes)
+    return RunFolder(records, RunLog.of(records), plan, epochs, first, notes)
 
 
 def _planned(
@@ -65,14 +67,17 @@ def _planned(
 ) -> tuple[Plan, IntArray]:
     """The plan of the steps from a start on, and the epoch of each of its samples."""
     recipe = Recipe.from_dict(start["recipe"])
+    path = folder / "data.tokens"
+    file = TokenFile(path if path.exists() else start.get("data", [path]))
     stream = PlannedStream(
-        TokenFile(folder / "data.tokens"),
+        file,
         recipe,
         world=World(0, recipe.topology.dp),
         seed=start["seed"],
         shuffle=start["shuffle"],
         max_num_steps=last,
         infinite_loop=True,
+        groups=np.arange(len(file)) // 2 if start.get("pairs") else None,
     )
     if start["cursor"] is not None:
         stream.load_state_dict(start["cursor"])

@@ -1,0 +1,165 @@
+"""What a training run asks of its settings, and which of them may change while it goes on.
+
+out/settings.json   the settings of a run, as `Settings.to_dict` gives them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evenstep.config.settings import Settings
+from evenstep.config.training import LoraSettings, ModelSettings
+from evenstep.core.plan_file import replace_file
+from evenstep.core.text import short_repr
+from evenstep.errors import ConfigError, FileError
+
+_SETTINGS = "settings.json"
+_MATTERS = (
+    "steps", "overflow", "optimizer", "stream.seed", "stream.shuffle", "model", "data.format",
+    "data.field", "data.validation", "trainer.job", "trainer.beta", "trainer.precision",
+    "trainer.per_micro_batch_normalization",
+)  # fmt: skip
+"""Settings that the losses of a run depend on, by the beginnings of their names."""
+_FREE = ("model.path", "model.attention")
+"""Others below them: checkpoints and streams compare what is in the files themselves."""
+_CUTS = ("layout", "limits")  # matter too where they decide what is cut off or left out
+
+
+def run_faults(settings: Settings) -> list[str]:
+    """What a training run lacks, and what has no effect on it."""
+    recipe, stream, trainer, data = (
+        settings.recipe, settings.stream, settings.trainer, settings.data
+    )  # fmt: skip
+    pairs = data is not None and data.format == "pairs"
+    parallel = {"cp": "context", "tp": "tensor", "pp": "pipeline"}
+    faults = {
+        "data is missing. Set data.paths to files, folders or globs.": data is None,
+        "stream.max_num_steps is missing. Set it to the steps of the whole run.": not (
+            stream.max_num_steps
+        ),
+        "trainer.out is missing. Set it to a folder.": not trainer.out,
+        "trainer.job is dpo, which trains on pairs. Set data.format to pairs, and give each row "
+        "'chosen' and 'rejected'.": trainer.job == "dpo" and data is not None and not pairs,
+        f"data.format is pairs, which {trainer.job} does not train on. Set trainer.job to dpo.": (
+            pairs and trainer.job != "dpo"
+        ),
+        "trainer.evaluate_every has no effect without held-out data. Set data.validation, or "
+        "remove it.": trainer.evaluate_every is not None
+        and (data is None or data.validation is None),
+        "trainer.save writes a Hugging Face model, but model.path is missing. Set it to a folder "
+        "or a config.json, or remove trainer.save.": bool(trainer.save)
+        and settings.model.path is None,
+        "log_probs has no effect on training. Remove it.": settings.log_probs is not None,
+        "stream.pool has no effect: the trainer tokenizes all samples first and plans whole "
+        "steps. Remove it.": stream.pool is not None,
+        "stream.share_prefixes has no effect: it is for rollouts, and the trainer packs whole "
+        "samples. Remove it.": stream.share_prefixes,
+        "second_work has no effect: the trainer reads text only. Remove it.": (
+            recipe.second_work is not None
+        ),
+    }
+    for name, word in parallel.items():
+        fault = (
+            f"topology.{name} must be 1: the trainer has no {word} parallelism. Use Runner in a "
+            f"trainer that has."
+        )
+        faults[fault] = getattr(recipe.topology, name) > 1
+    return [fault for fault, wrong in faults.items() if wrong]
+
+
+def compare_settings(
+    stored: Mapping[str, Any], settings: Settings
+) -> tuple[dict[str, tuple[Any, Any]], list[str]]:
+    """(before and now of every setting that differs, the names of those that losses depend on).
+
+    `stored` is what `Settings.to_dict` gave, from JSON.
+
+    >>> from dataclasses import replace
+    >>> from evenstep import Packed, Recipe
+    >>> from evenstep.config import TrainerSettings
+    >>> before = Settings(recipe=Recipe(layout=Packed(max_tokens=8192)))
+    >>> now = replace(before, trainer=TrainerSettings(keep=3, precision="bfloat16"))
+    >>> compare_settings(before.to_dict(), now)[1]
+    ['trainer.precision']
+    """
+    then, now = (_leaves(json.loads(json.dumps(each))) for each in (stored, settings.to_dict()))
+    changed = {
+        name: (then.get(name), now.get(name))
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
+    }
+    return changed, [name for name in changed if _matters(name, now)]
+
+
+def _matters(name: str, now: Mapping[str, Any]) -> bool:
+    cuts = now.get("overflow") not in ("error", "alone")
+    names = (*_MATTERS, *_CUTS) if cuts else _MATTERS
+    if name.startswith(_FREE) or (name == "trainer.beta" and now["trainer.job"] != "dpo"):
+        return False
+    if name == "data.validation":  # held-out files do not change what is trained on
+        return isinstance(now.get(name), float)
+    return any(name == each or name.startswith(f"{each}.") for each in names)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested data by their dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = isinstance(value, Mapping)
+        flat |= _leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return flat
+
+
+# The settings of the run in a folder --------------------------------------------------------------
+
+
+def changed_settings(folder: Path, settings: Settings) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ from those that the run in a folder began with, by name; those
+    that its losses depend on are an error."""
+    path = folder / _SETTINGS
+    if not path.exists():  # a new run, or one of an earlier version
+        return {}
+    changed, refused = compare_settings(_read(path), settings)
+    if refused:
+        said = "; ".join(
+            f"{name} was {short_repr(changed[name][0])}, is {short_repr(changed[name][1])}"
+            for name in refused
+        )
+        raise ConfigError(
+            f"{folder} holds a run with other settings, on which its losses depend: {said}. Set "
+            f"them back, or set trainer.out to another folder; `evenstep export` writes the model "
+            f"of this one, to begin from."
+        )
+    return changed
+
+
+def store_settings(folder: Path, settings: Settings) -> None:
+    """Remember the settings of a run in its folder."""
+    text = json.dumps(settings.to_dict(), indent=1)
+    replace_file(folder / _SETTINGS, text.encode())
+
+
+def stored_model(folder: Path) -> tuple[ModelSettings, str | None, int]:
+    """(the model, the folder of the tokenizer, the seed) of the run in a folder."""
+    path = folder / _SETTINGS
+    if not path.exists():
+        raise FileError(
+            f"{folder} has no {_SETTINGS}. Name the folder of a run of `evenstep train`; one of an "
+            f"earlier version writes it when it is started again."
+        )
+    values = _read(path)
+    lora = values["model"]["lora"]
+    model = values["model"] | {"lora": None if lora is None else LoraSettings(**lora)}
+    tokenizer = (values["data"] or {}).get("tokenizer")
+    return ModelSettings(**model), tokenizer, values["stream"]["seed"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path} cannot be read ({error}). Restore it.") from None
+    return values

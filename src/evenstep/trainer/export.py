@@ -1,0 +1,134 @@
+"""export_model: a checkpoint of a run -> a folder that `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from evenstep.config.runs import stored_model
+from evenstep.errors import ConfigError, FileError
+from evenstep.trainer.checkpoints import complete, read_place
+from evenstep.trainer.model import build
+
+
+def export_model(
+    run: Path, out: Path, *, checkpoint: str | None = None, adapters: bool = False
+) -> Path:
+    """Write the model of a run, its tokenizer and its generation config to a folder.
+
+    Any checkpoint can be exported by one process, whatever number of ranks wrote it; the model is
+    in memory once. Weights have the precision that the model's own config names, or float32.
+
+    checkpoint  its name, such as step-000120, or best; None: the newest
+    adapters    with LoRA: only the adapters, without merging them into the model
+
+        export_model(Path("runs/first"), Path("models/first"))
+    """
+    options, tokenizer, seed = stored_model(run)
+    if options.path is None:
+        raise ConfigError(
+            f"{run} trained the example decoder, which is no Hugging Face model. Set model.path to "
+            f"the config.json of one."
+        )
+    if adapters and options.lora is None:
+        raise ConfigError(f"{run} has no adapters: model.lora was not set. Export the whole model.")
+    path = _checkpoint_of(run, checkpoint)
+    torch.manual_seed(seed)  # random weights behind adapters are those of the run
+    if options.lora is None:
+        with torch.device("meta"):
+            model: Any = build(options, 0)
+        model = model.to(_dtype_of(Path(options.path))).to_empty(device="cpu")
+    else:
+        model = build(options, 0)
+    _load(path, model)
+    model.eval()
+    if options.lora is not None and not adapters:
+        model = model.merge_and_unload().to(_dtype_of(Path(options.path)))
+    beside = out.with_name(f".{out.name}.part")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(beside)
+        _copy_tokenizer(tokenizer, beside)
+        _replace(beside, out)
+    except OSError as error:
+        raise FileError(f"{out} cannot be written ({error.strerror or error}).") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return path
+
+
+def _checkpoint_of(run: Path, name: str | None) -> Path:
+    paths = {path.name: path for path in complete(run / "checkpoints")}
+    if not paths:
+        raise FileError(f"{run} has no checkpoint. Train at least until trainer.save_every.")
+    newest = list(paths.values())[-1]
+    if name is None:
+        return newest
+    if name == "best":
+        best = read_place(newest).best
+        if best is None:
+            raise ConfigError(f"{run} has no best checkpoint: data.validation was not set.")
+        name = f"step-{best[0]:06d}"
+    if name not in paths:
+        raise ConfigError(f"{run} has no checkpoint {name!r}; it has {', '.join(paths)}.")
+    return paths[name]
+
+
+def _load(path: Path, model: Any) -> None:
+    """Read the trained weights of a checkpoint into the model."""
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    weights = {
+        name: each
+        for name, each in model.state_dict().items()
+        if f"model.{name}" in stored and isinstance(each, torch.Tensor)
+    }
+    missing = sum(name.startswith("model.") for name in stored) - len(weights)
+    if missing:
+        raise FileError(
+            f"{path} has {missing} weights that the model lacks. Set model.path of the run to the "
+            f"model that it trained."
+        )
+    dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
+
+
+def _dtype_of(path: Path) -> torch.dtype:
+    """The precision that the config of a model names; float32 if it names none."""
+    from transformers import AutoConfig
+
+    dtype = getattr(AutoConfig.from_pretrained(path, local_files_only=True), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _copy_tokenizer(tokenizer: str | None, folder: Path) -> None:
+    """Save the tokenizer, and end answers where it ends them unless the model says otherwise."""
+    if tokenizer is None:
+        return
+    from transformers import AutoTokenizer, GenerationConfig
+
+    loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    loaded.save_pretrained(folder)
+    if (folder / "adapter_config.json").exists():
+        return
+    try:
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:
+        generation = GenerationConfig()
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        if getattr(generation, name) is None:
+            setattr(generation, name, getattr(loaded, name))
+    generation.save_pretrained(folder)
+
+
+def _replace(beside: Path, out: Path) -> None:
+    """Give a complete folder its name; an earlier export there is replaced."""
+    if out.exists():
+        known = out.is_dir() and ((out / "config.json").exists() or not any(out.iterdir()))
+        if not (known or (out / "adapter_config.json").exists()):
+            raise FileError(f"{out} exists and is not an exported model. Name another folder.")
+        shutil.rmtree(out)
+    beside.rename(out)

@@ -1,0 +1,226 @@
+"""From a chat file to a model that transformers loads and that answers from its training data."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from evenstep.cli import main
+from evenstep.trainer import export_model
+from tests.internals import QUESTIONS, chat, complete, write_chats
+from tests.trainer.runs import ROOT, logged, settings, texts
+
+GOOD = {question: answers[0] for question, answers in QUESTIONS.items()}
+BAD = {question: answers[1] for question, answers in QUESTIONS.items()}
+
+
+def answers(folder: Path, adapters: bool = False) -> dict[str, str]:
+    """What the model in a folder says to each question."""
+    if adapters:
+        from peft import AutoPeftModelForCausalLM
+
+        model: Any = AutoPeftModelForCausalLM.from_pretrained(folder)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    said = {}
+    for question in QUESTIONS:
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        ids = asked["input_ids"]
+        mask = torch.ones_like(ids)
+        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
+        said[question] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return said
+
+
+def write_rows(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_file(folder: Path, *sets: str) -> list[str]:
+    return ["train", str(folder / "run.yaml"), *(word for each in sets for word in ("--set", each))]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learnt the ten chats by heart."""
+    folder = tmp_path_factory.mktemp("chats")
+    write_chats(folder)
+    assert main(run_file(folder)) == 0
+    return folder
+
+
+def test_a_chat_file_becomes_a_model_that_answers(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = next(iter(QUESTIONS))
+    out = tmp_path / "model"
+
+    assert main(["export", str(trained / "run"), "--out", str(out), "--ask", question]) == 0
+
+    assert capsys.readouterr().out.splitlines()[-1] == GOOD[question]
+    assert answers(out) == GOOD
+    generation = GenerationConfig.from_pretrained(out)
+    assert generation.eos_token_id == AutoTokenizer.from_pretrained(out).eos_token_id
+
+
+@pytest.fixture(scope="module")
+def undecided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, `base`, that has seen both answers to each question equally often."""
+    folder = tmp_path_factory.mktemp("undecided")
+    write_chats(folder)
+    both = [chat(question, each) for question, pair in QUESTIONS.items() for each in pair]
+    write_rows(folder / "chats.jsonl", [{"messages": messages} for messages in both])
+    sets = [f"trainer.out={folder / 'sft'}", f"trainer.save={folder / 'base'}", "steps.samples=20"]
+    assert main([*run_file(folder, *sets), "--steps", "100"]) == 0
+    assert answers(folder / "base") not in (GOOD, BAD)
+    return folder
+
+
+def test_adapters_are_merged_or_exported_alone(undecided: Path, tmp_path: Path) -> None:
+    base = undecided / "base"
+    write_rows(tmp_path / "chats.jsonl", [{"messages": chat(*each)} for each in BAD.items()])
+    (tmp_path / "run.yaml").write_text((undecided / "run.yaml").read_text())
+    sets = [f"model.path={base}", f"data.tokenizer={base}", "model.lora.rank=8"]
+    saved = f"trainer.save={tmp_path / 'merged'}"
+    assert main(run_file(tmp_path, *sets, saved)) == 0
+    export_model(tmp_path / "run", tmp_path / "adapters", adapters=True)
+
+    assert answers(tmp_path / "merged") == BAD
+    assert answers(tmp_path / "adapters", adapters=True) == BAD
+    assert not (tmp_path / "adapters" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_pairs_decide_between_two_answers(undecided: Path, tmp_path: Path, good: bool) -> None:
+    wanted, unwanted = (GOOD, BAD) if good else (BAD, GOOD)
+    pairs = [{"prompt": q, "chosen": wanted[q], "rejected": unwanted[q]} for q in QUESTIONS]
+    write_rows(tmp_path / "pairs.jsonl", pairs)
+    (tmp_path / "run.yaml").write_text((undecided / "run.yaml").read_text())
+    sets = [
+        "trainer.job=dpo",
+        "data.format=pairs",
+        f"data.paths={tmp_path / 'pairs.jsonl'}",
+        f"data.tokenizer={undecided / 'base'}",
+        f"model.path={undecided / 'base'}",
+        "optimizer.lr=3e-4",
+        "stream.max_num_steps=30",
+        f"trainer.save={tmp_path / 'preferred'}",
+    ]
+    assert main(run_file(tmp_path, *sets)) == 0
+
+    assert answers(tmp_path / "preferred") == wanted
+    records = logged(tmp_path / "run")
+    assert records[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # nothing has moved yet
+    assert records[-1]["accuracy"] == 1.0
+    assert all(record["padding"] == 0 for record in records)
+
+
+def test_reference_log_probs_are_computed_once(tmp_path: Path) -> None:
+    write_chats(tmp_path)
+    sets = ["trainer.job=dpo", "data.format=pairs", f"data.paths={tmp_path / 'pairs.jsonl'}"]
+    assert main([*run_file(tmp_path, *sets), "--steps", "2"]) == 0
+    stored = tmp_path / "run" / "data.reference.npy"
+    before = stored.stat().st_mtime_ns
+    assert main([*run_file(tmp_path, *sets), "--steps", "4"]) == 0
+
+    assert stored.stat().st_mtime_ns == before
+    whole = f"trainer.out={tmp_path / 'whole'}"
+    assert (
+        main([*run_file(tmp_path, *sets, whole, "optimizer.schedule=constant"), "--steps", "4"])
+        == 0
+    )
+    assert len(logged(tmp_path / "whole")) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "parallel"), [(1, "ddp"), (2, "ddp"), (2, "fsdp2")])
+def test_a_killed_run_gives_the_model_that_answers(
+    tmp_path: Path, ranks: int, parallel: str
+) -> None:
+    write_chats(tmp_path)
+    command = [sys.executable, "-m", "evenstep"]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [sys.executable, *launcher, "-m", "evenstep"]
+    sets = ["trainer.save_every=7", f"trainer.parallel={parallel}"]
+    command += run_file(tmp_path, *sets, f"trainer.save={tmp_path / 'model'}")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    while not complete(tmp_path / "run" / "checkpoints"):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    subprocess.run(command, env=environment, check=True)
+
+    assert [record["step"] for record in logged(tmp_path / "run")] == list(range(60))
+    assert answers(tmp_path / "model") == GOOD
+
+
+def test_any_checkpoint_is_exported_and_others_are_named(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained / "run"
+    assert (
+        main(["export", str(run), "--out", str(tmp_path / "m"), "--checkpoint", "step-000060"]) == 0
+    )
+    capsys.readouterr()
+    for wrong, says in {
+        "step-000099": "has no checkpoint 'step-000099'; it has step-000060",
+        "best": "no best checkpoint: data.validation was not set",
+    }.items():
+        command = ["export", str(run), "--out", str(tmp_path / "n"), "--checkpoint", wrong]
+        assert main(command) == 2
+        assert says in capsys.readouterr().err
+    assert main(["export", str(run), "--out", str(tmp_path / "n"), "--adapters"]) == 2
+    assert "has no adapters" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "n")]) == 2
+    assert "has no settings.json" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("years of work")
+    assert main(["export", str(run), "--out", str(tmp_path / "full")]) == 2
+    assert "is not an exported model" in capsys.readouterr().err
+    assert (tmp_path / "full" / "thesis.txt").exists()
+
+
+def test_the_example_decoder_is_not_exported(tmp_path: Path) -> None:
+    from evenstep.errors import ConfigError
+    from evenstep.trainer import train
+
+    train(settings(tmp_path / "run", texts(tmp_path), stream={"max_num_steps": 1}))
+    with pytest.raises(ConfigError, match="no Hugging Face model"):
+        export_model(tmp_path / "run", tmp_path / "model")
+
+
+def test_weights_have_the_precision_of_the_model(trained: Path, tmp_path: Path) -> None:
+    export_model(trained / "run", tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "half")
+    (tmp_path / "run.yaml").write_text((trained / "run.yaml").read_text())
+    chats = f"data.paths={trained / 'chats.jsonl'}"
+    sets = [chats, f"model.path={tmp_path / 'half'}", f"data.tokenizer={tmp_path / 'half'}"]
+    assert main([*run_file(tmp_path, *sets, "optimizer.warmup_steps=0"), "--steps", "1"]) == 0
+
+    export_model(tmp_path / "run", tmp_path / "out")
+
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert weights.dtype == torch.bfloat16
