@@ -13,9 +13,9 @@ forward in which the layer returns known numbers. A model that does anything els
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -28,7 +28,7 @@ from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head
-from evenstep.tensors.losses import PerSequence, select_output
+from evenstep.tensors.losses import PerSequence, Sums, select_output
 from evenstep.train.framework import ASIDE, Forward, is_plain, undisturbed, unwrapped
 
 SMALL = {"cuda": 2**24, "cpu": 2**30}
@@ -166,6 +166,35 @@ class Heads:
         least = SMALL.get(batch.device.type, SMALL["cuda"])
         large = batch.rows * batch.width * self._vocabulary > least
         return self._find() if self._may and (self._must or large) else None
+
+    def run(
+        self,
+        shard: Batch | BatchShard,
+        functions: Mapping[str, Any],
+        batches: Mapping[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
+        """(outputs of the model; the losses that were computed from its hidden states, by name).
+
+        `batches` are what each function reads. If all were computed so, the hidden states stand in
+        place of the outputs.
+        """
+        head = self.at(shard)
+        if head is None:
+            return self._forward(self._model, shard), {}
+        losses: dict[str, Sums] = {}
+
+        def compute(hidden: Tensor, layer: Head) -> list[Tensor]:
+            for name, function in functions.items():
+                if isinstance(function, PerSequence) and function.takes_hidden:
+                    losses[name] = function(hidden, batches[name], layer)
+            return [each.loss for each in losses.values()]
+
+        answer = head.run(self._forward, self._model, shard, compute)
+        if not isinstance(answer, Answer):
+            return answer, {}
+        totals = dict(zip(losses, answer.results, strict=True))
+        losses = {name: replace(sums, loss=totals[name]) for name, sums in losses.items()}
+        return answer.hidden if len(losses) == len(functions) else answer.outputs, losses
 
     def _find(self) -> ModelHead | None:
         head, name = ModelHead.of(self._model, self._forward), type(unwrapped(self._model)).__name__

@@ -27,15 +27,14 @@ from evenstep.data.source import cause_of_no_loss, digest_of
 from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.head import Head
-from evenstep.tensors.losses import Metric, PerSequence, Sums
+from evenstep.tensors.losses import Metric, Sums
 from evenstep.tensors.transport import CALLS
 from evenstep.train import checks, result
 from evenstep.train.collectives import Alone, Bundle, Collective, gather_values
 from evenstep.train.compiling import Compilations
 from evenstep.train.framework import Forward, Framework, device_of, forward_of
 from evenstep.train.gradients import Gradients, set_aside, square_share, sum_gradients
-from evenstep.train.model_head import Answer, Heads, ModelHead
+from evenstep.train.model_head import Heads
 from evenstep.train.normalization import (
     ByLoss,
     GroupMean,
@@ -523,8 +522,8 @@ class StepRun:
         self.totals: Mapping[str, float] = {} if step is None else step.totals
         self.ranks, self.losses = runner.collective, runner.losses
         assert runner.forward is not None
-        functions = [loss.function for loss in self.losses.values()]
-        self.heads = Heads.of_losses(runner.model, runner.forward, functions)
+        self.functions = {name: loss.function for name, loss in self.losses.items()}
+        self.heads = Heads.of_losses(runner.model, runner.forward, [*self.functions.values()])
         self.framework = Framework.of(runner.model)  # reshards, which changes the parameters
         self.parameters = list(runner.model.parameters())
         self.gradients = Gradients(self.parameters)
@@ -805,12 +804,7 @@ class StepRun:
         # arrived, and their values those of before the last update.
         torch.clear_autocast_cache()
         calls = 0 if batch.exchange is None else CALLS[batch.exchange.name]
-        in_head: dict[str, Any] = {}
-        head = self.heads.at(shard)
-        if head is None:
-            outputs = runner.forward(runner.model, shard)
-        else:
-            outputs, in_head = self._run_in_head(head, shard, batches)
+        outputs, in_head = self.heads.run(shard, self.functions, batches)
         checks.check_exchanged(runner.model, batch, calls)
 
         losses: dict[str, Sums | Tensor] = {}  # as the functions return them, without divisors
@@ -846,30 +840,6 @@ class StepRun:
             objectives = {name: runner.scaler.scale(o) for name, o in objectives.items()}
         self.gradients.backward(objectives)
         self.bundles.append(self.step_loss.bundle(sums, amounts, scales, metrics))
-
-    def _run_in_head(
-        self,
-        head: ModelHead,
-        shard: Batch | BatchShard,
-        batches: Mapping[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
-        """(outputs of the model or, if these are all that losses read, its hidden states; the
-        losses that read logits, unless they are in the outputs)."""
-        losses: dict[str, Sums] = {}
-
-        def compute(hidden: Tensor, layer: Head) -> list[Tensor]:
-            for name, loss in self.losses.items():
-                if isinstance(loss.function, PerSequence) and loss.function.takes_hidden:
-                    losses[name] = loss.function(hidden, batches[name], layer)
-            return [each.loss for each in losses.values()]
-
-        assert self.runner.forward is not None
-        answer = head.run(self.runner.forward, self.runner.model, shard, compute)
-        if not isinstance(answer, Answer):
-            return answer, {}
-        totals = dict(zip(losses, answer.results, strict=True))
-        losses = {name: replace(sums, loss=totals[name]) for name, sums in losses.items()}
-        return answer.hidden if len(losses) == len(self.losses) else answer.outputs, losses
 
     def _exchange_scales(self, amounts: Mapping[str, Tensor]) -> Mapping[str, float]:
         """per_micro_batch mode: the factors of this micro-batch's loss sums before backward."""

@@ -330,13 +330,18 @@ def evaluate(
     losses = {name: (each.normalization, each.weight) for name, each in runner.losses.items()}
     step_loss = StepLoss(losses)
     bundles: list[Bundle] = []
+    assert runner.forward is not None
+    functions = [each.function for each in runner.losses.values()]
+    heads = Heads.of_losses(runner.model, runner.forward, functions)
     with torch.no_grad(), _evaluating(runner.model):
         torch.clear_autocast_cache()  # casts of weights before the last update
         for step in stream:
             items = step if step.batches is None else step.batches
             prepared = Prefetch(_batches(runner, items), runner.prefetch)
             with closing(iter(prepared)) as batches:
-                parts = [_evaluate_batch(runner, step_loss, numbers, each) for each in batches]
+                parts = [
+                    _evaluate_batch(runner, heads, step_loss, numbers, each) for each in batches
+                ]
             bundles = [Bundle.merge([*bundles, *parts])]
     torch.clear_autocast_cache()  # casts without a gradient
     if not bundles:
@@ -362,23 +367,33 @@ def _batches(runner: Runner, items: Iterable[Any]) -> Iterator[Batch]:
     device = device_of(runner.model) if runner.device is None else runner.device
     for item in items:
         batch = item if isinstance(item, Batch) else runner.collate(*item)
+        batch = batch.between(runner.collective)
         yield batch if device is None else batch.to(device, non_blocking=True)
 
 
-def _evaluate_batch(runner: Runner, step_loss: StepLoss, numbers: Any, batch: Batch) -> Bundle:
+def _evaluate_batch(
+    runner: Runner, heads: Heads, step_loss: StepLoss, numbers: Any, batch: Batch
+) -> Bundle:
     """The loss sums of one micro-batch, what they are divided by, and both by source."""
     assert runner.forward is not None
     batch = batch if runner.preprocess is None else runner.preprocess(batch)
     shard: Any = batch if runner.shard is None else runner.shard(batch)
     amounts = step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
-    outputs = runner.forward(runner.model, shard)
+    batches: dict[str, Any] = {}
+    for name, loss in runner.losses.items():
+        whole = weighted(batch, loss.normalization)
+        batches[name] = whole if runner.shard is None else runner.shard(whole)
+    calls = 0 if batch.exchange is None else CALLS[batch.exchange.name]
+    functions = {name: loss.function for name, loss in runner.losses.items()}
+    outputs, in_head = heads.run(shard, functions, batches)
+    check_exchanged(runner.model, batch, calls)
     sums: dict[str, Tensor] = {}
     metrics: dict[str, Metric] = {}
     by_source: dict[str, Tensor] = {}
     for at, (name, loss) in enumerate(runner.losses.items()):
-        whole = weighted(batch, loss.normalization)
-        whole_shard: Any = whole if runner.shard is None else runner.shard(whole)
-        value = loss.function(*loss_inputs(loss.function, outputs, whole_shard))
+        value = in_head.get(name)
+        if value is None:
+            value = loss.function(*loss_inputs(loss.function, outputs, batches[name]))
         if isinstance(value, tuple) or isinstance(loss.normalization, ByLoss):
             value, divisor = split_divisor(name, loss.normalization, value)
             amounts[loss.normalization.name] = divisor.double()
@@ -389,7 +404,7 @@ def _evaluate_batch(runner: Runner, step_loss: StepLoss, numbers: Any, batch: Ba
             if value.by_tile is not None:
                 sums[name] = value.by_sequence.double().sum()
         if numbers is not None and at == 0:
-            by_source = _by_source(value, whole, numbers)
+            by_source = _by_source(value, weighted(batch, loss.normalization), numbers)
     bundle = step_loss.bundle(sums, amounts, step_loss.scales(), metrics)
     return Bundle({**bundle.sums, **by_source}, bundle.metrics)
 
