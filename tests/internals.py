@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         sample_number,
         sum_by,
     )
-    from evenstep.core.recipe import Balance, Overflow, Scope, Sharing, SyncEvery
+    from evenstep.core.recipe import Balance, Overflow, Scope, SyncEvery
     from evenstep.core.text import one_of, truth_value, whole_number
     from evenstep.data import dataset as measure
     from evenstep.data import feed as feed_module
@@ -189,7 +189,7 @@ if TYPE_CHECKING:
     from evenstep.screen import print_grid, progress
     from evenstep.tensors import batch as batch_module
     from evenstep.tensors import segment_attention
-    from evenstep.tensors.batch import IGNORE_INDEX, Boundaries, Sharding
+    from evenstep.tensors.batch import IGNORE_INDEX, BatchExchange, Boundaries, Sharding
     from evenstep.tensors.collate import Columns
     from evenstep.tensors.head import Factors, Wanted, score
     from evenstep.tensors.losses import Outcome, merge

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from evenstep import (
     PlannedStream,
     PooledStream,
     Recipe,
+    Sharing,
     Steps,
     Topology,
     World,
@@ -49,10 +53,11 @@ from evenstep.train import (
     Runner,
     SequenceMean,
     TokenMean,
+    Watch,
     compute_log_probs,
 )
 from tests.forests import VOCABULARY, forest
-from tests.internals import Block, Sharing, errors_of_parameters
+from tests.internals import Block, StreamPosition, errors_of_parameters
 from tests.shared_plans import plan_of_cells, share_samples
 from tests.train.on_ranks import wrapped
 from tests.train.processes import run_processes
@@ -135,11 +140,20 @@ def test_gradients_of_shared_samples_are_those_of_single_samples(
 def test_gradients_of_many_plans(
     seed: int, loss: str, norm: Any, ranks: int, trees: bool, mode: str, kind: str
 ) -> None:
-    model = {
+    kinds: dict[str, Callable[[], Any]] = {
         "decoder": decoder, "windowed": lambda: decoder(window=3), "llama": llama,
         "float32": lambda: decoder(torch.float32),
-    }[kind]()  # fmt: skip
-    check(seed, model, loss, norm, 1e-6 if kind == "float32" else 1e-12, ranks, trees, mode=mode)
+    }  # fmt: skip
+    check(
+        seed,
+        kinds[kind](),
+        loss,
+        norm,
+        1e-6 if kind == "float32" else 1e-12,
+        ranks,
+        trees,
+        mode=mode,
+    )
 
 
 def test_windows_float32_and_a_llama_share_samples() -> None:
@@ -165,13 +179,14 @@ def three_ranks() -> tuple[Plan, list[dict[str, Any]], list[list[int]]]:
 
 def test_a_wave_exchanges_once_per_layer_and_others_not_at_all() -> None:
     plan, samples, ids = three_ranks()
-    _, expected = gradient(decoder(), alone(ids), samples, cross_entropy())
+    same = decoder()
+    _, expected = gradient(same, alone(ids), samples, cross_entropy())
 
     def run(ranks: Any) -> Any:
         calls: list[tuple[int, int]] = []
         real = type(ranks).all_to_all
-        model = decoder()
-        counting = Counting(ranks, calls, real)
+        model = copy.deepcopy(same)
+        counting: Any = Counting(ranks, calls, real)
         batches = [COLLATE(micro, samples) for micro in plan[0, ranks.rank]]
         assert [batch.exchange is not None for batch in batches] == [True, False]
         Runner(model=model, loss=cross_entropy(), collective=counting).run(batches)
@@ -232,9 +247,9 @@ def test_autocast_shares_samples() -> None:
 
 def test_experts_of_a_sequence_are_counted_on_all_its_ranks() -> None:
     plan, samples, ids = three_ranks()
-    loss = lambda: load_balancing(top_k=2, over="sequence")  # noqa: E731
-    _, expected = gradient(Experts(), alone(ids), samples, loss(), normalization=SequenceMean())
-    for _, ours in on_threads(Experts(), plan, samples, loss, normalization=SequenceMean()):
+    loss, model = partial(load_balancing, top_k=2, over="sequence"), Experts()
+    _, expected = gradient(model, alone(ids), samples, loss(), normalization=SequenceMean())
+    for _, ours in on_threads(model, plan, samples, loss, normalization=SequenceMean()):
         worst = errors_of_parameters(ours, expected)
         assert max(worst.values()) <= 1e-12
 
@@ -246,7 +261,9 @@ def test_log_probs_and_kept_values_are_of_whole_sequences() -> None:
     plan, _, ids = three_ranks()
     source = InMemory([{"input_ids": each} for each in ids])
     model = decoder()
-    expected = compute_log_probs(model, list(source), Recipe(layout=Packed(max_tokens=9)))
+    expected = compute_log_probs(
+        model, [source[i] for i in range(5)], Recipe(layout=Packed(max_tokens=9))
+    )
 
     def run(ranks: Any) -> Any:
         mine = copy.deepcopy(model)
@@ -302,6 +319,59 @@ def test_streams_of_shared_plans_run_and_resume_within_a_step(seed: int) -> None
     if plan.segments.is_shared.any():
         with pytest.raises(PlanError, match="shares samples between its 3 ranks"):
             PlannedStream.from_plan(source, plan, world=World(0, 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_step_that_shares_samples_resumes_within_it_on_any_ranks(ranks: int) -> None:
+    rng = np.random.default_rng(5)
+    lengths = [40, 34, *rng.integers(1, 9, 30).tolist()]
+    source = InMemory([{"input_ids": rng.integers(0, 9, n).tolist()} for n in lengths])
+
+    def streams(size: int) -> list[PlannedStream]:
+        recipe = Recipe(layout=Packed(max_tokens=24), topology=Topology(dp=size), sharing=Sharing())
+        return [PlannedStream(source, recipe, world=World(rank, size)) for rank in range(size)]
+
+    (whole,) = zip(*streams(4), strict=True)
+    plan = whole[0].plan
+    assert plan is not None
+    assert plan.segments.is_shared.any()
+    done = {(i, t) for step in whole for i, t in tokens_of(step.micro_batches[:1])}
+    state = streams(4)[0].cursor(StreamPosition().within(4, 1)).to_dict()
+    rests = streams(ranks)
+    for stream in rests:
+        stream.load_state_dict(state)
+    (rest,) = zip(*rests, strict=True)
+    assert len({len(step) for step in rest}) == 1
+    left = [pair for step in rest for pair in tokens_of(step.micro_batches)]
+    assert len(left) == len(set(left))
+    assert done.isdisjoint(left)
+    assert len(done) + len(left) == sum(lengths)
+    for micros in zip(*(step.micro_batches for step in rest), strict=True):
+        assert len({micro.exchange and micro.exchange.digest for micro in micros}) == 1
+
+
+def test_a_planned_step_that_shares_has_the_gradient_of_single_samples() -> None:
+    rng = np.random.default_rng(7)
+    ids = [rng.integers(0, VOCABULARY, n).tolist() for n in (40, 30, 5, 4, 3, 6, 2)]
+    samples = samples_of(rng, ids)[:-1]
+    recipe = Recipe(layout=Packed(max_tokens=24), topology=Topology(dp=3), sharing=Sharing())
+    plan = make_plan([len(each) for each in ids], recipe)
+    assert plan.segments.is_shared.any()
+    _, expected = gradient(decoder(), alone(ids), samples, cross_entropy())
+    for _, ours in on_threads(decoder(), plan, samples, cross_entropy):
+        assert max(errors_of_parameters(ours, expected).values()) <= 1e-12
+
+
+def tokens_of(micros: Any) -> list[tuple[int, int]]:
+    """(sample, token) of all slots."""
+    return [
+        (sample, token)
+        for micro in micros
+        for sample, start, length in zip(
+            micro.segments.sample.tolist(), micro.segments.start, micro.segments.length, strict=True
+        )
+        for token in range(start, start + length)
+    ]
 
 
 # Refused ------------------------------------------------------------------------------------------
@@ -407,7 +477,7 @@ def test_plans_that_differ_are_an_error_on_all_ranks_before_the_first_exchange()
     def run(ranks: Any) -> str:
         mine = other if ranks.rank == 0 else plan
         calls: list[tuple[int, int]] = []
-        counting = Counting(ranks, calls, type(ranks).all_to_all)
+        counting: Any = Counting(ranks, calls, type(ranks).all_to_all)
         batches = [COLLATE(micro, samples) for micro in mine[0, ranks.rank]]
         try:
             Runner(model=decoder(), loss=cross_entropy(), collective=counting).run(batches)
@@ -450,7 +520,34 @@ HOWS = [
     "fsdp checkpoint",
     "plain aot",
 ]
-FAST = {("ddp checkpoint", 2), ("fsdp", 2), ("plain aot", 2)}
+FAST = {("ddp checkpoint", 2), ("fsdp", 2)}
+
+
+def killed_in_an_exchange(rank: int, size: int) -> str:
+    """Run steps under `Watch`; rank 1 dies inside the fifth exchange."""
+    plan, samples, _ = three_ranks()
+    batches = [COLLATE(micro, samples) for micro in plan[0, rank]]
+    calls, ranks = iter(range(10**6)), Distributed()
+
+    def dying(self: Any, values: Any, sent: list[int], received: list[int]) -> Any:
+        if rank == 1 and next(calls) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchanged(self, values, sent, received)
+
+    exchanged = Distributed.all_to_all
+    Distributed.all_to_all = dying  # type: ignore[method-assign]
+    runner = Runner(model=decoder(), loss=cross_entropy(), collective=ranks)
+    with Watch(timeout=4.0, grace=2.0):
+        for _ in range(10**6):
+            runner.run(batches)
+    return "did not end"
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_inside_an_exchange_ends_all(tmp_path: Path) -> None:
+    for ended in run_processes(3, killed_in_an_exchange, tmp_path, limit=120):
+        assert ended.status != 0
+        assert ended.result is None
 
 
 @pytest.mark.parametrize(

@@ -186,19 +186,18 @@ class BatchExchange(_Movable):
         They become one row if other ranks send any. With none, the result still depends on the
         exchange, so that each rank takes part in its backward.
         """
-        # (rows, heads, width, dim) -> (slots, heads * dim)
+        # (rows, heads, width, dim) -> (slots, heads, dim)
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]
-        both = torch.cat([x.flatten(1) for x in rows], dim=1)
         self._connected()
-        seen = exchange(both, self.slots, list(self.sent), list(self.received), self.name)
+        seen = exchange(*rows, self.slots, list(self.sent), list(self.received), self.name)
         parts = seen.split([x[0].numel() for x in rows], dim=1)
-        parts = [part.unflatten(1, x.shape[1:]) for part, x in zip(parts, rows, strict=True)]
-        if not sum(self.received):
-            # (0, heads, dim) -> (rows, heads, 0, dim)
-            none = [part.view(k.shape[0], part.shape[1], 0, part.shape[2]) for part in parts]
-            return torch.cat((k, none[0]), 2), torch.cat((v, none[1]), 2)
-        joined = [torch.cat(each).transpose(0, 1)[None] for each in zip(rows, parts, strict=True)]
-        return joined[0], joined[1]
+        if not sum(self.received):  # one row of zeros
+            return k, v + parts[1].view(v.shape[1], 1, v.shape[3])
+        k, v = (
+            torch.cat((x, part.unflatten(1, x.shape[1:]))).transpose(0, 1)[None]
+            for x, part in zip(rows, parts, strict=True)
+        )
+        return k, v
 
     def sum(self, by_tile: Tensor) -> Tensor:
         """(tiles, ...): values of tiles that are parts of one sample are summed over ranks."""

@@ -1,7 +1,8 @@
 """What ranks exchange inside a forward, with gradients: rows of keys and values, and sums.
 
 Operators of torch take no objects, so ranks are known to them by a name (`name_of`). A compiled
-model calls the same operators.
+model calls the same operators. Their results are always used, also where ranks exchange nothing:
+a compiler drops an operator without use, and other ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -49,48 +50,65 @@ def name_of(ranks: Any) -> str:
 
 @torch.library.custom_op("evenstep::exchange", mutates_args=())  # type: ignore[untyped-decorator]
 def exchange(
-    values: Tensor,  # (slots, entries)
+    k: Tensor,  # (slots, heads, dim)
+    v: Tensor,
     slots: Tensor,  # those that are sent, in the order of ranks
     sent: list[int],  # how many to each rank
     received: list[int],  # how many from each rank
     ranks: str,
 ) -> Tensor:
-    """(received, entries): the rows that other ranks send."""
+    """(received, entries of k and v): the rows that other ranks send; one of zeros if none does."""
     CALLS[ranks] += 1
-    rows: Tensor = _RANKS[ranks].all_to_all(values.index_select(0, slots), sent, received)
-    return rows
+    rows = torch.cat([x.index_select(0, slots).flatten(1) for x in (k, v)], dim=1)
+    seen: Tensor = _RANKS[ranks].all_to_all(rows, sent, received)
+    return seen if len(seen) else rows.new_zeros(1, rows.shape[1])
 
 
 @exchange.register_fake  # type: ignore[untyped-decorator]
 def _exchange_fake(
-    values: Tensor, slots: Tensor, sent: list[int], received: list[int], ranks: str
+    k: Tensor, v: Tensor, slots: Tensor, sent: list[int], received: list[int], ranks: str
 ) -> Tensor:
-    return values.new_empty(sum(received), values.shape[1])
+    entries = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
+    return k.new_empty(sum(received) or 1, entries)
 
 
 @torch.library.custom_op("evenstep::exchange_backward", mutates_args=())  # type: ignore[untyped-decorator]
 def exchange_backward(
-    gradient: Tensor, slots: Tensor, count: int, sent: list[int], received: list[int], ranks: str
-) -> Tensor:
-    """(count, entries): the gradients of all slots; those of all ranks are summed in float32."""
-    rows = _RANKS[ranks].all_to_all(gradient.contiguous(), received, sent)
-    return sum_rows(rows, slots, count)
+    gradient: Tensor, k: Tensor, v: Tensor, slots: Tensor, sent: list[int], received: list[int],
+    ranks: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of k and v, those of all ranks summed in float32; one zero if nothing was sent."""
+    rows = _RANKS[ranks].all_to_all(gradient[: sum(received)].contiguous(), received, sent)
+    if not len(rows):
+        return k.new_zeros(1, 1, 1), v.new_zeros(1, 1, 1)
+    parts = rows.split([k[0].numel(), v[0].numel()], dim=1)
+    dk, dv = (
+        sum_rows(part.contiguous(), slots, len(x)).unflatten(1, x.shape[1:])
+        for part, x in zip(parts, (k, v), strict=True)
+    )
+    return dk, dv
 
 
 @exchange_backward.register_fake  # type: ignore[untyped-decorator]
-def _backward_fake(gradient: Tensor, slots: Tensor, count: int, *_: Any) -> Tensor:
-    return gradient.new_empty(count, gradient.shape[1])
+def _backward_fake(
+    gradient: Tensor, k: Tensor, v: Tensor, slots: Tensor, sent: list[int], *_: Any
+) -> tuple[Tensor, Tensor]:
+    dk, dv = (x.new_empty(x.shape if sum(sent) else (1, 1, 1)) for x in (k, v))
+    return dk, dv
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    values, slots, *ctx.how = inputs
-    ctx.save_for_backward(slots)
-    ctx.count = values.shape[0]
+    *tensors, ctx.sent, ctx.received, ctx.ranks = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    (slots,) = ctx.saved_tensors
-    return exchange_backward(gradient, slots, ctx.count, *ctx.how), None, None, None, None
+    how = ctx.sent, ctx.received, ctx.ranks
+    k, v, slots = ctx.saved_tensors
+    dk, dv = exchange_backward(gradient, k, v, slots, *how)
+    if not sum(ctx.sent):  # no pass over k
+        dk, dv = None, dv.expand_as(v)
+    return dk, dv, None, None, None, None
 
 
 exchange.register_autograd(_differentiate, setup_context=_keep)
