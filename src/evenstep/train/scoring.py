@@ -416,6 +416,7 @@ def _by_source(value: Any, batch: Batch, numbers: Any) -> dict[str, Tensor]:
             "sources need the loss of each sequence, but the loss function returned a sum of all. "
             "Return Sums of whole sequences (`PerSequence`), or leave sources out."
         )
+    batch = batch.unshared
     real = batch.sample_ids >= 0
     by_tile = batch.loss_weights.new_zeros(len(real), dtype=torch.float64)
     by_tile.index_add_(0, batch.segment_ids.flatten(), batch.loss_weights.flatten().double())
