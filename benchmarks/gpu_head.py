@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def budgets(vocabulary: int, device: str, quick: bool) -> list[dict[str, Any]]:
         runner = Runner(model=model, loss=cross_entropy(), forward=forward, device=device)
         return run_steps(runner, batches, 1)[1]
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, (low, high) in {"logits": (8192, 16384), "default": (16384, 32768)}.items():
         low, high = (low // 64, high // 64) if quick else (low, high)
         peak_of(FORWARDS[name], low)
@@ -293,7 +294,7 @@ def main() -> None:
     quick = arguments.quick
     for vocabulary in [101] if quick else [32_000, 152_064]:
         name = f"steps, {vocabulary:,}"
-        attempt(measured, name, lambda size=vocabulary: whole_steps(size, device, quick))
+        attempt(measured, name, partial(whole_steps, vocabulary, device, quick))
         if not quick:
             file(measured, arguments.out)  # in case that a later part does not end
     attempt(measured, "budgets", lambda: budgets(101 if quick else 256_000, device, quick))

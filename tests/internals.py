@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evenstep.cli import strategies
     from evenstep.cli.job import Job
+    from evenstep.cli.measure import described as described_budget
+    from evenstep.cli.measure import measure as measure_budget
     from evenstep.cli.overrides import number_of, overrides_of, resolved
     from evenstep.cli.samples import Samples
     from evenstep.cli.whole_report import of_run
@@ -222,8 +224,6 @@ if TYPE_CHECKING:
     from evenstep.trainer import run as run_module
     from evenstep.trainer.checkpoints import complete, read_place
     from evenstep.trainer.job import Job as TrainJob
-    from evenstep.trainer.measure import described as described_budget
-    from evenstep.trainer.measure import measure as measure_budget
     from evenstep.trainer.run import State, record
 
 

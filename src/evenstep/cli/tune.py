@@ -92,8 +92,8 @@ def tune(
     chosen = recommended(settings)
     why = reason(chosen, settings, device.memory)
     if measure:
-        from evenstep.trainer.measure import described
-        from evenstep.trainer.measure import measure as measure_budget
+        from evenstep.cli.measure import described
+        from evenstep.cli.measure import measure as measure_budget
 
         with progress("Measuring the budget"):
             measured = measure_budget(config, counted, chosen.checkpointing)
