@@ -61,6 +61,11 @@ _EXAMPLES = {
         "--model llama-3-8b"
     ),
     "evenstep train": "evenstep train run.yaml",
+    "evenstep export": (
+        "python -m evenstep.demo.chats tiny\n"
+        "evenstep train tiny/run.yaml\n"
+        "evenstep export tiny/run --out tiny/model"
+    ),
     "evenstep simulate": (
         "evenstep simulate lengths.txt --model llama-3-8b --gpu h200 --max-tokens 4k --ranks 8 "
         "--samples-per-step 64"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from evenstep.core.models import ModelConfig, ModelSize
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Topology
 from evenstep.errors import ConfigError
 from evenstep.report.simulation.memory import memory_of
-from evenstep.tensors import cross_entropy
-from evenstep.train import Distributed, MeasuredBudget, MemoryMeter, Runner, find_budget
-from evenstep.train.compiling import layers_of
+
+if TYPE_CHECKING:
+    from evenstep.train import MeasuredBudget, MemoryMeter
 
 
 def measure(
@@ -26,7 +24,12 @@ def measure(
 ) -> MeasuredBudget:
     """What `find_budget` finds for random weights, set up as `tune` assumes: fully_shard on one
     rank, bfloat16, AdamW."""
+    import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from evenstep.tensors import cross_entropy
+    from evenstep.train import Distributed, Runner, find_budget
+    from evenstep.train.compiling import layers_of
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--measure needs a GPU, but torch finds none. Leave it out.")
@@ -51,6 +54,8 @@ def measure(
 
 
 def _build(config: ModelConfig, device: str) -> Any:
+    import torch
+
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
