@@ -38,6 +38,7 @@ _TITLES = {
     "cost": "What plans balance.",
     "limits": "Hard limits per micro-batch, besides those of the layout.",
     "second_work": "Work that the tokens do not measure, such as that of an image encoder.",
+    "sharing": "Long sequences that several ranks compute together. Left out: none are.",
     "stream": "How samples are read.",
     "model": "What `evenstep train` trains.",
     "data": "The samples of `evenstep train` and `evenstep lengths`.",
