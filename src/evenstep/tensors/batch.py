@@ -185,12 +185,17 @@ class BatchExchange(_Movable):
         """The same between these ranks."""
         return replace(self, ranks=ranks, name=name_of(ranks))
 
-    def join(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
         """k and v, (rows, heads, width, dim), and behind them what other ranks send.
 
         They become one row if other ranks send any. With none, the result still depends on the
         exchange, so that each rank takes part in its backward.
         """
+        if not causal:
+            raise ConfigError(
+                "ranks share samples in this wave, whose tokens see only those before them, but "
+                "this layer is not causal. Plan without sharing."
+            )
         # (rows, heads, width, dim) -> (slots, heads, dim)
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]
         self._connected()

@@ -164,7 +164,8 @@ class Heads:
     def at(self, batch: Batch | BatchShard) -> ModelHead | None:
         """The head that computes the losses of this batch; None: they are computed from logits."""
         least = SMALL.get(batch.device.type, SMALL["cuda"])
-        large = batch.rows * batch.width * self._vocabulary > least
+        # Ranks that share samples sum losses over each other, so all must do it at one place.
+        large = batch.exchange is not None or batch.rows * batch.width * self._vocabulary > least
         return self._find() if self._may and (self._must or large) else None
 
     def run(
