@@ -191,7 +191,14 @@ if TYPE_CHECKING:
     from evenstep.screen import print_grid, progress
     from evenstep.tensors import batch as batch_module
     from evenstep.tensors import segment_attention
-    from evenstep.tensors.batch import IGNORE_INDEX, BatchExchange, Boundaries, Sharding
+    from evenstep.tensors.batch import (
+        IGNORE_INDEX,
+        BatchExchange,
+        Boundaries,
+        Sharding,
+        labelled_slots,
+        on_host,
+    )
     from evenstep.tensors.collate import Columns
     from evenstep.tensors.head import Factors, Wanted, score
     from evenstep.tensors.losses import Outcome, merge
