@@ -219,7 +219,7 @@ if TYPE_CHECKING:
     from evenstep.train import runner as runner_module
     from evenstep.train.collectives import Bundle, gather
     from evenstep.train.compiling import layers_of
-    from evenstep.train.framework import call, device_of, forward_of
+    from evenstep.train.framework import Framework, call, device_of, forward_of
     from evenstep.train.gradients import Gradients, set_aside, sum_gradients
     from evenstep.train.model_head import ModelHead
     from evenstep.train.normalization import weighted
