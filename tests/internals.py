@@ -200,6 +200,7 @@ if TYPE_CHECKING:
         on_host,
     )
     from evenstep.tensors.collate import Columns
+    from evenstep.tensors import head as head_module
     from evenstep.tensors.head import Factors, Wanted, score
     from evenstep.tensors.losses import Outcome, merge
     from evenstep.tensors.restore import Key as OriginKey

@@ -304,9 +304,12 @@ def test_what_is_changed_after_the_first_step_is_read_off_again(change: str) -> 
 def test_the_formula_is_read_off_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[bool] = []
     read = model_head._read_mode
-    monkeypatch.setattr(
-        model_head, "_read_mode", lambda *args: reads.append(args[-1]) or read(*args)
-    )
+
+    def counting(*args: Any) -> Any:
+        reads.append(args[-1])
+        return read(*args)
+
+    monkeypatch.setattr(model_head, "_read_mode", counting)
     model = Configured()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
