@@ -191,8 +191,16 @@ if TYPE_CHECKING:
     from evenstep.screen import print_grid, progress
     from evenstep.tensors import batch as batch_module
     from evenstep.tensors import segment_attention
-    from evenstep.tensors.batch import IGNORE_INDEX, BatchExchange, Boundaries, Sharding
+    from evenstep.tensors.batch import (
+        IGNORE_INDEX,
+        BatchExchange,
+        Boundaries,
+        Sharding,
+        labelled_slots,
+        on_host,
+    )
     from evenstep.tensors.collate import Columns
+    from evenstep.tensors import head as head_module
     from evenstep.tensors.head import Factors, Wanted, score
     from evenstep.tensors.losses import Outcome, merge
     from evenstep.tensors.restore import Key as OriginKey
@@ -212,7 +220,7 @@ if TYPE_CHECKING:
     from evenstep.train import runner as runner_module
     from evenstep.train.collectives import Bundle, gather
     from evenstep.train.compiling import layers_of
-    from evenstep.train.framework import call, device_of, forward_of
+    from evenstep.train.framework import Framework, call, device_of, forward_of
     from evenstep.train.gradients import Gradients, set_aside, sum_gradients
     from evenstep.train.model_head import ModelHead
     from evenstep.train.normalization import weighted

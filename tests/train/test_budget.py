@@ -19,6 +19,7 @@ from evenstep.tensors import Collator, Extra, cross_entropy, policy_gradient
 from evenstep.testing import run_ranks
 from evenstep.train import Alone, Collective, Runner, find_budget
 from tests.examples import examples
+from tests.internals import Framework
 
 SHAPE = DecoderShape(vocab=8, hidden=8, layers=1, heads=2, kv_heads=1, ffn=8)
 
@@ -36,6 +37,7 @@ class Device:
     """The share that fragments take."""
     most: int = 0
     runs: int = 0
+    ran_out: int = 0
     fails_at: int | None = None
 
     def total(self) -> float:
@@ -56,6 +58,7 @@ class Device:
         if self.runs == self.fails_at:
             raise ZeroDivisionError
         if self.bytes_of(slots) > self.total_bytes * (1 - self.lost):
+            self.ran_out += 1
             raise torch.OutOfMemoryError("there is no more")
         scores: Tensor = model.head(model.embed(batch.tokens))
         return scores * torch.rand(())  # takes a random number, as dropout would
@@ -120,6 +123,37 @@ def test_the_smallest_answer_counts_on_all_ranks() -> None:
     budgets = run_ranks(3, lambda ranks: found(devices[ranks.rank], [100], ranks))
     assert len(set(budgets)) == 1
     assert budgets[0] == int(0.96 * devices[1].limit())
+
+
+@examples(6)
+@given(limit=st.integers(6_000, 60_000), share=st.floats(0, 0.6), lost=st.floats(0, 0.03))
+def test_no_rank_of_fully_shard_runs_out_of_memory(limit: int, share: float, lost: float) -> None:
+    totals = [limit * 100 / (1 - share), limit * 120 / (1 - share)]
+    devices = [Device(total, fixed=total * share, lost=lost) for total in totals]
+
+    def rank(ranks: Collective) -> int:
+        device = devices[ranks.rank]
+        runner, optimizer = parts(device, ranks)
+        return find_budget(runner, optimizer, [300, 200], meter=device).max_tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Framework, "locks_step", True)
+        (one, other) = run_ranks(2, rank)
+    assert [each.ran_out for each in devices] == [0, 0]
+    assert one == other <= devices[0].limit()
+    assert one >= 0.88 * devices[0].limit()
+
+
+def test_ranks_of_fully_shard_without_room_are_refused() -> None:
+    def rank(ranks: Collective) -> int:
+        device = Device(1e6 + 2100 * 100)
+        runner, optimizer = parts(device, ranks)
+        return find_budget(runner, optimizer, [300, 200], meter=device).max_tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Framework, "locks_step", True)
+        with pytest.raises(MicroBatchError, match="take nearly all memory of a rank"):
+            run_ranks(2, rank)
 
 
 def state_of(runner: Runner, optimizer: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,6 +251,80 @@ def test_a_model_that_does_more_keeps_its_logits(
     assert distance(by_default, gradient_of(expected)) == 0.0
 
 
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a soft cap": lambda model: setattr(model.config, "cap", 2),
+    "no soft cap": lambda model: setattr(model.config, "cap", None),
+    "the cap of a part": lambda model: setattr(model.config.text_config, "cap", 3.0),
+    "a scale": lambda model: setattr(model, "scale", 0.3),
+    "a buffer": lambda model: model.factor.fill_(0.2),
+    "loaded": lambda model: model.load_state_dict(
+        {**model.state_dict(), "factor": torch.tensor(0.1, dtype=F64)}
+    ),
+    "a function": lambda model: setattr(model, "after", lambda logits: logits * 0.4),
+    "a hook": lambda model: model.last.register_forward_hook(lambda *args: args[-1] * 0.6),
+    "another layer": lambda model: setattr(model, "last", nn.Linear(HIDDEN, VOCABULARY).double()),
+}
+
+
+class Configured(Model):
+    """A model whose configuration and buffers say what is done with logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        part = SimpleNamespace(cap=None, to_dict=dict)
+        self.config = SimpleNamespace(cap=5, text_config=part)
+        self.scale = 2.0
+        self.register_buffer("factor", torch.tensor(1.0, dtype=F64))
+
+    def forward(self, batch: Any) -> Tensor:
+        logits = super().forward(batch) * self.scale * self.factor
+        for cap in (self.config.text_config.cap, self.config.cap):
+            if cap is not None:
+                return torch.tanh(logits / cap) * cap
+        return logits
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_after_the_first_step_is_read_off_again(change: str) -> None:
+    gradients = []
+    for head in (None, "model"):
+        model = Configured()
+        runner = Runner(model=model, loss=cross_entropy(head=head))
+        runner.run(batches_of())
+        before = gradient_of(model)
+        model.zero_grad()
+        torch.manual_seed(3)
+        CHANGES[change](model)
+        runner.run(batches_of())
+        gradients.append(gradient_of(model))
+        assert distance(before, gradients[-1]) > 1e-3
+    assert distance(gradients[1], gradients[0]) < 1e-12
+
+
+def test_the_formula_is_read_off_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[bool] = []
+    read = model_head._read_mode
+
+    def counting(*args: Any) -> Any:
+        reads.append(args[-1])
+        return read(*args)
+
+    monkeypatch.setattr(model_head, "_read_mode", counting)
+    model = Configured()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        run_step(batches_of(), model, cross_entropy(head="model"))
+        optimizer.step()
+    assert reads == [False, True]
+
+
+def test_a_model_that_does_something_else_in_training_keeps_its_logits() -> None:
+    model = Model()
+    model.after = lambda logits: logits * 2 if model.training else logits
+    with pytest.raises(ConfigError, match="in training, but not so in evaluation"):
+        run_step(batches_of(), model, cross_entropy(head="model"))
+
+
 def test_weights_after_the_last_layer_are_noticed() -> None:
     model = Model()
     model.factor = nn.Parameter(torch.tensor(0.5, dtype=F64))
@@ -278,7 +353,7 @@ class Watched(Model):
 
     def forward(self, batch: Any) -> Tensor:
         logits = super().forward(batch)
-        self.made += self.training and logits.shape[-1] > 1
+        self.made += self.last.training and logits.shape[-1] > 1
         return logits
 
 

@@ -40,6 +40,7 @@ from evenstep.errors import ConfigError, EvenstepError, InputError, PlanError
 from evenstep.tensors import (
     Batch,
     PerSequence,
+    attention,
     cross_entropy,
     load_balancing,
     policy_gradient,
@@ -57,7 +58,7 @@ from evenstep.train import (
     compute_log_probs,
 )
 from tests.forests import VOCABULARY, forest
-from tests.internals import Block, StreamPosition, errors_of_parameters
+from tests.internals import Block, StreamPosition, errors_of_parameters, model_head
 from tests.shared_plans import plan_of_cells, share_samples
 from tests.train.on_ranks import wrapped
 from tests.train.processes import run_processes
@@ -297,6 +298,48 @@ def test_restored_tokens_of_all_ranks_are_whole() -> None:
     assert [[t for t in row if t >= 0][1:] for row in shifted] == [each[1:] for each in ids]
 
 
+@settings(max_examples=15)
+@given(st.integers(0, 10**6), st.sampled_from(["cross_entropy", "sequence ratio", "own"]),
+       st.sampled_from(NORMALIZATIONS), st.booleans(), st.booleans())  # fmt: skip
+def test_evaluations_and_log_probs_of_shared_samples_are_those_of_whole_ones(
+    seed: int, loss: str, norm: Any, trees: bool, in_head: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    ids = forest(rng)
+    samples = samples_of(rng, ids)[:-1]
+    plan, numbers, model = shared_plan(rng, ids, 3, trees), rng.integers(0, 3, len(ids)), decoder()
+    source, function = InMemory(samples), LOSSES[loss]()
+    if in_head and function.takes_hidden:
+        function = replace(function, head="model")
+    head = "model" if in_head else None
+
+    def run(ranks: Any) -> Any:
+        mine = copy.deepcopy(model)
+        stream = PlannedStream.from_plan(source, plan, world=World(ranks.rank, 3))
+        runner = Runner(
+            model=mine, loss=function, normalization=norm, collective=ranks, collate=COLLATE
+        )
+        evaluation = runner.evaluate(stream, numbers)
+        (step,) = stream
+        ranks_if_shared = ranks if plan.segments.is_shared.any() else None
+        scores = compute_log_probs(
+            mine, step, collective=ranks_if_shared, entropy=True, head=head, collate=COLLATE
+        )
+        return evaluation, dict(zip(step.own_sample_ids.tolist(), scores, strict=True))
+
+    whole = PlannedStream(source, Recipe(layout=Packed(max_tokens=400)), shuffle=False)
+    runner = Runner(model=model, loss=LOSSES[loss](), normalization=norm, collate=COLLATE)
+    expected = runner.evaluate(whole, numbers)
+    (step,) = whole
+    scored = compute_log_probs(model, step, entropy=True, collate=COLLATE)
+    for evaluation, scores in run_ranks(3, run):
+        assert evaluation.loss == pytest.approx(expected.loss, rel=1e-12, abs=1e-12)
+        assert evaluation.sources == pytest.approx(expected.sources, rel=1e-11, nan_ok=True)
+        assert evaluation.metrics == pytest.approx(expected.metrics, rel=1e-11, abs=1e-11)
+        for number, values in scores.items():
+            assert torch.allclose(values, scored[number], rtol=0, atol=1e-12)
+
+
 # Streams ------------------------------------------------------------------------------------------
 
 
@@ -388,6 +431,18 @@ class Forgetful(nn.Module):  # type: ignore[misc]
         return self.decoder(replace(batch, keys=None, exchange=None, tree=None))
 
 
+class BothWays(nn.Module):  # type: ignore[misc]
+    """A model whose tokens see those after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, VOCABULARY, dtype=torch.float64)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x = self.embed(batch.tokens).unsqueeze(1)
+        return attention(x, x, x, batch, causal=False).squeeze(1)
+
+
 def errors_on_ranks(model: Any, loss: Any, **options: Any) -> list[str]:
     """The error of each rank."""
     plan, samples, _ = three_ranks()
@@ -411,6 +466,9 @@ def errors_on_ranks(model: Any, loss: Any, **options: Any) -> list[str]:
         (Forgetful, cross_entropy(), {}, "Forgetful does not see the tokens that other ranks"),
         (lambda: llama(name="sdpa"), cross_entropy(), {}, r"use_attention\(model\)"),
         (decoder, cross_entropy(), {"on_memory": "split"}, "on_memory='split'"),
+        (lambda: decoder(backend="mask"), cross_entropy(), {}, "'mask' supports no keys of other"),
+        (lambda: decoder(backend="causal"), cross_entropy(), {}, "'causal' supports no keys of"),
+        (BothWays, cross_entropy(), {}, "this layer is not causal"),
     ],
 )
 def test_what_cannot_share_samples_is_refused_on_all_ranks(
@@ -468,7 +526,8 @@ def test_feeds_and_pools_refuse_sharing() -> None:
         PlannedStream(source, recipe, on_error="skip", world=World(0, 2))
 
 
-def test_plans_that_differ_are_an_error_on_all_ranks_before_the_first_exchange() -> None:
+@pytest.mark.parametrize("how", ["run", "evaluate", "log probs", "planned log probs"])
+def test_plans_that_differ_are_an_error_on_all_ranks_before_the_first_exchange(how: str) -> None:
     plan, samples, _ = three_ranks()
     rows = [[(1, 0, 4, -1), (0, 4, 5, -2)], [], [(0, 0, 4, -1)]]
     second = [[(2, 0, 6, -1)], [(3, 0, 3, -1)], [(4, 0, 2, -1)]]
@@ -479,8 +538,22 @@ def test_plans_that_differ_are_an_error_on_all_ranks_before_the_first_exchange()
         calls: list[tuple[int, int]] = []
         counting: Any = Counting(ranks, calls, type(ranks).all_to_all)
         batches = [COLLATE(micro, samples) for micro in mine[0, ranks.rank]]
+        stream = PlannedStream.from_plan(InMemory(samples), mine, world=World(ranks.rank, 3))
+        runner = Runner(model=decoder(), loss=cross_entropy(), collective=counting, collate=COLLATE)
+        long = [{"input_ids": [1] * (40 - (ranks.rank == 0))}, *samples]
+        recipe = Recipe(layout=Packed(max_tokens=24), topology=Topology(dp=3), sharing=Sharing())
+        ways: dict[str, Callable[[], Any]] = {
+            "run": lambda: runner.run(batches),
+            "evaluate": lambda: runner.evaluate(stream),
+            "log probs": lambda: compute_log_probs(
+                decoder(), next(iter(stream)), collective=counting
+            ),
+            "planned log probs": lambda: compute_log_probs(
+                decoder(), long, recipe, collective=counting
+            ),
+        }
         try:
-            Runner(model=decoder(), loss=cross_entropy(), collective=counting).run(batches)
+            ways[how]()
         except InputError as error:
             assert not calls
             return str(error)
@@ -569,3 +642,30 @@ def test_processes_share_samples(how: str, size: int, tmp_path: Path) -> None:
         shares, ours = ended.result
         assert shares
         assert max(errors_of_parameters(ours, expected).values()) <= 1e-12
+
+
+def run_large_and_small(rank: int, size: int, seed: int) -> Any:
+    """Logits of rank 0 are large, those of others are not; the loss sums over ranks."""
+    rng = np.random.default_rng(seed)
+    ids = forest(rng, 10)
+    samples = samples_of(rng, ids)[:-1]
+    plan = shared_plan(rng, ids, size, trees=False)
+    batches = [COLLATE(micro, samples) for micro in plan[0, rank]]
+    model_head.SMALL["cpu"] = 0 if rank == 0 else 2**30
+    model, _ = wrapped(decoder(), "fsdp", size)
+    runner = Runner(model=model, loss=policy_gradient(ratio="sequence"), collective=Distributed())
+    for _ in range(2):
+        model.zero_grad()
+        runner.run(batches)
+    return gradient_of(model)
+
+
+def test_ranks_agree_where_the_loss_is_computed(tmp_path: Path) -> None:
+    seed = 6
+    rng = np.random.default_rng(seed)
+    ids = forest(rng, 10)
+    samples = samples_of(rng, ids)[:-1]
+    _, expected = gradient(decoder(), alone(ids), samples, policy_gradient(ratio="sequence"))
+    for ended in run_processes(2, run_large_and_small, tmp_path, seed, limit=60):
+        assert ended.status == 0, ended.output
+        assert max(errors_of_parameters(ended.result, expected).values()) <= 1e-12

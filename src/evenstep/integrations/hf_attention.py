@@ -123,7 +123,7 @@ def attention_function(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     if exchange is not None:
-        key, value = exchange.join(key, value)
+        key, value = exchange.join(key, value, rule.causal)
     call = Call(
         query, key, value, bounds, rule.causal, rule.window, scaling, softcap, s_aux, dropout
     )

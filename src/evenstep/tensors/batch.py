@@ -185,12 +185,17 @@ class BatchExchange(_Movable):
         """The same between these ranks."""
         return replace(self, ranks=ranks, name=name_of(ranks))
 
-    def join(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
         """k and v, (rows, heads, width, dim), and behind them what other ranks send.
 
         They become one row if other ranks send any. With none, the result still depends on the
         exchange, so that each rank takes part in its backward.
         """
+        if not causal:
+            raise ConfigError(
+                "ranks share samples in this wave, whose tokens see only those before them, but "
+                "this layer is not causal. Plan without sharing."
+            )
         # (rows, heads, width, dim) -> (slots, heads, dim)
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]
         self._connected()
@@ -280,10 +285,18 @@ class Slots(_Movable):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Copy to a device; `non_blocking` needs pinned memory."""
         moved = _Movable.to(self, device, non_blocking)  # slots have made another class of this
-        if self.device.type == "cpu" and moved.device.type == "cuda":
-            slots = _find_labels(self.labels).pin_memory().to(device, non_blocking=non_blocking)
+        if self.device.type == "cpu" != moved.device.type and not moved.labels.is_inference():
+            slots = _find_labels(self.labels)
+            slots = slots.pin_memory() if moved.device.type == "cuda" else slots
+            slots = slots.to(device, non_blocking=non_blocking)
             _labelled[moved.labels] = moved.labels._version, slots
         return moved
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory of the tensors until `stream`, which did not make them, has used it."""
+        _Movable.record_stream(self, stream)
+        if self.labels in _labelled:
+            _labelled[self.labels][1].record_stream(stream)
 
     @property
     def token_mask(self) -> Tensor:
@@ -292,8 +305,8 @@ class Slots(_Movable):
         return (self.places.reshape(-1) < self.seqlens[flat]).view_as(self.tokens)
 
 
-_labelled: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()
-"""Of labels that were copied to a GPU: their version then, and the slots that have one."""
+_labelled: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakIdKeyDictionary()
+"""Of labels that were copied to a device: their version then, and the slots that have one."""
 
 
 def _find_labels(labels: Tensor) -> Tensor:
@@ -304,9 +317,10 @@ def labelled_slots(labels: Tensor) -> Tensor:
     """(n) int64: the slots that have a label. The device is not waited for if the labels are those
     of a batch, as `Batch.to` copied them."""
     whole = labels if labels._base is None else labels._base
-    version, slots = _labelled.get(whole, (-1, labels))
-    known = version == labels._version and whole.numel() == labels.numel()
-    return slots if known else _find_labels(labels)
+    version, slots = _labelled.get(whole, (None, labels))
+    if version is None or version != labels._version or whole.numel() != labels.numel():
+        return _find_labels(labels)
+    return slots
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -342,7 +356,8 @@ class Batch(Slots):
         if self.device.type == "cpu" and moved.device.type != "cpu":
             here, there = Boundaries.of(self), Boundaries.of(moved)
             there.kept["one_per_row"], there.kept["full"] = here.one_per_row, self.is_full
-            _on_host[moved.cu_seqlens] = moved.cu_seqlens._version, self.cu_seqlens
+            if not moved.cu_seqlens.is_inference():  # these do not tell when they are changed
+                _on_host[moved.cu_seqlens] = moved.cu_seqlens._version, self.cu_seqlens.clone()
         return moved
 
     @property

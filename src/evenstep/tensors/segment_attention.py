@@ -506,7 +506,12 @@ def attention(
     [1.0, 2.0, 7.0]
     """
     if batch.exchange is not None:
-        k, v = batch.exchange.join(k, v)
+        if backend in ("flex", "causal", "mask"):  # on all ranks, which would wait for each other
+            raise ConfigError(
+                f"the attention backend {backend!r} supports no keys of other ranks, which share "
+                f"samples in this wave. Use None to select one automatically."
+            )
+        k, v = batch.exchange.join(k, v, causal)
     call = Call(q, k, v, Boundaries.of(batch), causal, window, scale, softcap, sinks)
     if backend is None:
         return BACKENDS[choose(call)](call)

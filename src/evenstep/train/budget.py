@@ -17,7 +17,7 @@ from evenstep.core.text import counted, line
 from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import Batch
 from evenstep.train.collectives import gather_values
-from evenstep.train.framework import device_of
+from evenstep.train.framework import Framework, device_of
 from evenstep.train.gradients import local_tensor
 from evenstep.train.runner import Runner
 
@@ -25,6 +25,7 @@ Point: TypeAlias = tuple[int, float]
 """The slots of a micro-batch, and the peak of a step of such."""
 _SMALLEST = 2048  # slots of the first probe, if no sample is longer
 _TRIES = 6  # steps at the limit, each smaller than the one before
+_CLIMBS = 16  # steps below the limit, each larger than the one before
 
 
 class MemoryMeter(Protocol):
@@ -109,7 +110,8 @@ def find_budget(
     their peaks gives, each of two packed micro-batches of samples of these lengths, the longest
     included, and an update. Afterwards the model, optimizer, gradients and random state of torch
     are as before, also after an error; copies of them are held on the host meanwhile. All ranks
-    must call it with the same arguments.
+    must call it with the same arguments. Several ranks of fully_shard, which would hang if one ran
+    out of memory, come near the limit from below in up to 16 steps; the smallest must fit.
 
     margin       the budget is smaller than the predicted limit by this share, for fragments of
                  memory; and no larger than a step that fitted
@@ -138,15 +140,13 @@ def find_budget(
         total = meter.total()
         probe.peak(smallest)  # allocates the optimizer's states, compiles layers
         first = smallest, probe.peak(smallest)
-        second = probe.largest([2 * smallest, 3 * smallest // 2, 5 * smallest // 4])
-        limit = probe.limit(total, first, second)
-        # Each try after one that does not fit is smaller by the margin.
-        tries = [int(limit * (1 - margin) * (1 - max(margin, 0.01)) ** n) for n in range(_TRIES)]
-        third = probe.largest([*(slots for slots in tries if slots > second[0]), second[0]])
-        before = first if third[0] == second[0] else second
-        limit = probe.limit(total, before, third)
-    fixed, per_slot = _line(before, third)
-    most = min(third[0], int(limit * (1 - margin)))  # has run, and leaves the margin
+        if runner.collective.size > 1 and Framework.of(runner.model).locks_step:
+            before, last = first, probe.climb(total * (1 - margin), first)
+        else:
+            before, last = probe.near_limit(total, margin, first)
+        limit = probe.limit(total, before, last)
+    fixed, per_slot = _line(before, last)
+    most = min(last[0], int(limit * (1 - margin)))  # has run, and leaves the margin
     return MeasuredBudget(max_tokens=most, fixed=fixed, per_slot=per_slot, total=total)
 
 
@@ -185,6 +185,36 @@ class Probe:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self.meter.peak()
+
+    def near_limit(self, total: float, margin: float, first: Point) -> tuple[Point, Point]:
+        """Two points, the last one as near to the limit as fits."""
+        smallest = first[0]
+        second = self.largest([2 * smallest, 3 * smallest // 2, 5 * smallest // 4])
+        limit = self.limit(total, first, second)
+        # Each try after one that does not fit is smaller by the margin.
+        tries = [int(limit * (1 - margin) * (1 - max(margin, 0.01)) ** n) for n in range(_TRIES)]
+        third = self.largest([*(slots for slots in tries if slots > second[0]), second[0]])
+        return first if third[0] == second[0] else second, third
+
+    def climb(self, total: float, first: Point) -> Point:
+        """The last of steps that come nearer to the limit and never reach it, and its peak.
+
+        Each has the slots that fit if all memory grew with them. One rank of fully_shard that runs
+        out of memory leaves the others waiting inside the model, where they cannot agree.
+        """
+        (slots, peak), smallest = first, first[0]
+        for _ in range(_CLIMBS):
+            more = int(self.least(slots * total / peak))
+            if more < slots * 1.01:
+                break
+            slots, peak = more, self.peak(more)
+        if slots == smallest:
+            raise MicroBatchError(
+                f"micro-batches of {smallest} slots, with a sample of {self.order[0]} tokens, take "
+                f"nearly all memory of a rank. Recompute activations, shard the model over more "
+                f"ranks, or split long samples."
+            )
+        return slots, peak
 
     def largest(self, sizes: Sequence[int]) -> Point:
         """The first of these sizes, in descending order, that fits on all ranks, and its peak."""

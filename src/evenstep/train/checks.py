@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from evenstep.core.plan import MicroBatch
 from evenstep.core.step import Step
 from evenstep.core.text import short_repr
+from evenstep.data.source import digest_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch
 from evenstep.tensors.losses import Metric, PerSequence, Sums
@@ -278,6 +279,20 @@ def exchange_digests(step: Any) -> list[int]:
         return []
     exchanges = [getattr(item, "exchange", None) for item in items]
     return [each.digest for each in exchanges if each is not None]
+
+
+def compare_plans(step: Any, collective: Collective, always: bool = False) -> bool:
+    """Raise on all ranks if they have different steps, where these may share samples between ranks:
+    ranks would exchange nonsense. With `always`, compare other steps as well. Whether it did."""
+    digests, plan = exchange_digests(step), getattr(step, "plan", None)
+    shares = bool(digests) or (plan is not None and plan.recipe.sharing is not None)
+    if collective.size == 1 or not (shares or always):
+        return False
+    fingerprint = getattr(step, "fingerprint", "")
+    if digests:
+        fingerprint = digest_of(f"{fingerprint} {digests}", size=8).hex()
+    check_fingerprints(fingerprint, collective)
+    return True
 
 
 def check_exchange(batch: Batch, collective: Collective, compared: bool) -> None:

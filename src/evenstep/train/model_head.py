@@ -81,10 +81,11 @@ class ModelHead:
             for each in (inner, layer)
         ):
             return "it is compiled as a whole; compile its layers instead"
-        answers = _ANSWERS.setdefault(layer, WeakKeyDictionary())
-        if forward not in answers:
-            answers[forward] = _read_off(inner, forward, layer)
-        formula = answers[forward]
+        answers, settings = _ANSWERS.setdefault(layer, WeakKeyDictionary()), _settings(inner, layer)
+        before, formula = answers.get(forward, (None, ""))
+        if settings != before:
+            formula = _read_off(inner, forward, layer)
+            answers[forward] = settings, formula
         if isinstance(formula, str):
             return formula
         scale, cap = formula
@@ -123,7 +124,8 @@ class ModelHead:
 
 
 _ANSWERS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
-"""By last layer and forward: (scale, soft cap), or why the layer cannot be replaced."""
+"""By last layer and forward: the settings of the model then, and (scale, soft cap), or why the
+layer cannot be replaced."""
 _WARNED: WeakSet[Any] = WeakSet()
 
 
@@ -164,7 +166,8 @@ class Heads:
     def at(self, batch: Batch | BatchShard) -> ModelHead | None:
         """The head that computes the losses of this batch; None: they are computed from logits."""
         least = SMALL.get(batch.device.type, SMALL["cuda"])
-        large = batch.rows * batch.width * self._vocabulary > least
+        # Ranks that share samples sum losses over each other, so all must do it at one place.
+        large = batch.exchange is not None or batch.rows * batch.width * self._vocabulary > least
         return self._find() if self._may and (self._must or large) else None
 
     def run(
@@ -215,7 +218,37 @@ class Heads:
         return None
 
 
+def _settings(model: Any, layer: nn.Module) -> tuple[Any, ...]:
+    """What changes if the model is told to do something else with its logits: numbers of its
+    configuration, its own ones and functions, its buffers and frozen weights, hooks."""
+    config = getattr(model, "config", None)
+    named = dict(getattr(config, "__dict__", {}))
+    parts = [vars(each) for each in named.values() if hasattr(each, "to_dict")]
+    every = [pair for each in (named, *parts) for pair in each.items()]
+    settings = [(name, value) for name, value in every if isinstance(value, int | float | None)]
+    for name, value in vars(model).items():
+        if value is None or isinstance(value, float):
+            settings.append((name, value))
+        elif callable(value):
+            settings.append((name, id(value)))
+    tensors = [*model._buffers.values(), *model._parameters.values()]
+    frozen = [(id(t), t._version) for t in tensors if t is not None and not t.requires_grad]
+    return (*settings, *frozen, *layer._forward_hooks, *model._forward_hooks)
+
+
 def _read_off(model: Any, forward: Forward, layer: nn.Linear) -> tuple[float, float | None] | str:
+    """What `_read_mode` says, if it is the same in training and in evaluation."""
+    evaluated, trained = (_read_mode(model, forward, layer, mode) for mode in (False, True))
+    if evaluated == trained or isinstance(evaluated, str):
+        return evaluated
+    if isinstance(trained, str):
+        return trained
+    return "it changes logits in training, but not so in evaluation"
+
+
+def _read_mode(
+    model: Any, forward: Forward, layer: nn.Linear, training: bool
+) -> tuple[float, float | None] | str:
     """(scale, soft cap) of what the model does with logits, or why it is neither.
 
     In a small forward, the layer returns three rows of known numbers over the vocabulary, in
@@ -236,6 +269,7 @@ def _read_off(model: Any, forward: Forward, layer: nn.Linear) -> tuple[float, fl
 
     batch = Collator()(MicroBatch.one_row([3]), [{"input_ids": [0, 0, 0]}])
     with undisturbed(model):
+        model.training = training  # and of its layers none
         device = next(iter(model.parameters())).device
         try:
             with _replaced(layer, answer):

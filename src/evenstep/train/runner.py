@@ -23,7 +23,7 @@ from evenstep.core.recipe import SyncEvery
 from evenstep.core.step import Step
 from evenstep.core.text import one_of, short_repr, whole_number
 from evenstep.data.feed import FedMicroBatch, Feed
-from evenstep.data.source import cause_of_no_loss, digest_of
+from evenstep.data.source import cause_of_no_loss
 from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
@@ -235,15 +235,8 @@ class Runner:
                 "on_memory='split' divides micro-batches, but this step shares samples between "
                 "ranks. Use on_memory='raise', or plan without sharing."
             )
-        # Before each step that may share samples: ranks with other plans would exchange nonsense.
-        plan = step.plan if isinstance(step, Step) else None
-        shares = bool(digests) or (plan is not None and plan.recipe.sharing is not None)
-        if self.collective.size > 1 and (shares or not self._compared):
-            fingerprint = getattr(step, "fingerprint", "")
-            if digests:
-                fingerprint = digest_of(f"{fingerprint} {digests}", size=8).hex()
-            self._compared[:] = [fingerprint]
-            checks.check_fingerprints(fingerprint, self.collective)
+        if checks.compare_plans(step, self.collective, always=not self._compared):
+            self._compared[:] = [getattr(step, "fingerprint", "")]
         budget = getattr(step, "budget", None)
         if not isinstance(step, Step):
             return StepRun(self, step, len(step), budget=budget).run()

@@ -27,8 +27,10 @@ from evenstep.tensors.restore import restore_ragged, sum_shared
 from evenstep.tensors.transport import CALLS
 from evenstep.train.checks import (
     TokenIds,
+    check_exchange,
     check_exchanged,
     check_fingerprints,
+    compare_plans,
     exchange_digests,
     loss_inputs,
 )
@@ -120,8 +122,7 @@ def compute_log_probs(
                 "collective=Distributed()."
             )
         if collective is not None:
-            text = digest_of(f"{samples.fingerprint} {digests}", size=8).hex()
-            check_fingerprints(text, collective)
+            compare_plans(samples, collective)
         items = samples if samples.batches is None else samples.batches
         if samples.batches is None:
             scorer.check(samples, samples.plan, collective or Alone())
@@ -197,6 +198,9 @@ def _score_planned(
         for position, micro in enumerate(plan[step, ranks.rank])
     }
     items = [(micro, samples) for micro in mine.values()]
+    if recipe.sharing is not None and ranks.size > 1:
+        text = f"{plan.lengths.tolist()} {exchange_digests([*mine.values()])}"
+        check_fingerprints(digest_of(text, size=8).hex(), ranks)
     scorer.check(items, plan, ranks)
     results = scorer.results(items)
     with torch.no_grad():
@@ -333,11 +337,18 @@ def evaluate(
     assert runner.forward is not None
     functions = [each.function for each in runner.losses.values()]
     heads = Heads.of_losses(runner.model, runner.forward, functions)
+    device = device_of(runner.model) if runner.device is None else runner.device
     with torch.no_grad(), _evaluating(runner.model):
         torch.clear_autocast_cache()  # casts of weights before the last update
         for step in stream:
+            compare_plans(step, runner.collective)
+            if runner.check_prefixes and step.batches is None and runner.shard is None:
+                check_sharing(
+                    runner.model, runner.forward, runner.collate, device, step, step.plan,
+                    runner.collective,
+                )  # fmt: skip
             items = step if step.batches is None else step.batches
-            prepared = Prefetch(_batches(runner, items), runner.prefetch)
+            prepared = Prefetch(_batches(runner, items, device), runner.prefetch)
             with closing(iter(prepared)) as batches:
                 parts = [
                     _evaluate_batch(runner, heads, step_loss, numbers, each) for each in batches
@@ -363,10 +374,10 @@ def evaluate(
     )
 
 
-def _batches(runner: Runner, items: Iterable[Any]) -> Iterator[Batch]:
-    device = device_of(runner.model) if runner.device is None else runner.device
+def _batches(runner: Runner, items: Iterable[Any], device: Any) -> Iterator[Batch]:
     for item in items:
         batch = item if isinstance(item, Batch) else runner.collate(*item)
+        check_exchange(batch, runner.collective, compared=True)
         batch = batch.between(runner.collective)
         yield batch if device is None else batch.to(device, non_blocking=True)
 
