@@ -175,7 +175,7 @@ def test_stats_name_the_sequence_that_no_assignment_can_balance() -> None:
     recipe = Recipe(layout=Packed(max_tokens=100), topology=Topology(dp=4), cost=Cost(per_pair=1.0))
     stats = make_plan([5, 100, 7, 9], recipe).stats()
     assert "sample 1 with 100 tokens" in stats["bottleneck"]
-    assert "context parallelism" in stats["bottleneck"]
+    assert "sharing=Sharing()" in stats["bottleneck"]
     # The heaviest rank carries that sequence and nothing else: no plan is better.
     assert stats["balance_optimal"]
     even = make_plan([5] * 16, recipe).stats()

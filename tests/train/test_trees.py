@@ -244,7 +244,7 @@ def test_all_layers_of_a_llama_use_the_same_boundaries(monkeypatch: pytest.Monke
         return attend(call)
 
     monkeypatch.setattr(hf_boundaries, "attend", recorded)
-    for each in (batch, replace(batch, tree=None), batch):
+    for each in (batch, replace(batch, tree=None, keys=None), batch):
         model(**hf_kwargs(each, model))
     assert [bounds.index is None for bounds in used] == [False, False, True, True, False, False]
     assert all(used[layer] is used[layer + 1] for layer in (0, 2, 4))

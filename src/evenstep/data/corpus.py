@@ -500,7 +500,7 @@ class Corpus:
     def _refuse_idle(self, kind: Format) -> None:
         """Refuse options that have no effect on a format."""
         if (kind in ("text", "pairs") or kind in TOKENS) and self.field is not None:
-            raise ConfigError(f"data.field has no effect on files of {kind}. Remove it.")
+            raise ConfigError(f"data.field has no effect on {kind} files. Remove it.")
         if kind in TOKENS and self.tokenizer is not None:
             raise ConfigError(f"data.tokenizer has no effect on {kind} files. Remove it.")
 

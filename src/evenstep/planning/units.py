@@ -47,9 +47,10 @@ def refusal(name: object, length: int, recipe: Recipe, more: int = 0) -> str:
     limit, by_cost = recipe.longest_segment, recipe.limits.cost is not None
     wider = recipe.layout.pad_to is None and not recipe.topology.equal_widths
     ways = [*(["split", "truncate", "drop"] if limit else []), *(["alone"] if wider else [])]
-    holder = "a micro-batch holds"
+    too_long = f"sample {name} has {length} tokens but a micro-batch holds {limit}"
     if recipe.sharing is not None:
-        ways, holder = ["truncate", "drop"], "ranks that share it hold"
+        ways = ["truncate", "drop"]
+        too_long = f"sample {name} has {length} tokens but ranks that share it hold {limit}"
     remedy = f", or set overflow to {' or '.join(ways)}" if ways else ""
     others = f" ({more} more samples are too long)" if more else ""
     bound = "max_tokens" if recipe.layout.pad_to is None else "pad_to"
@@ -58,8 +59,7 @@ def refusal(name: object, length: int, recipe: Recipe, more: int = 0) -> str:
         *(["limits.cost"] if by_cost else []),
     ]
     return (
-        f"sample {name} has {length} tokens but {holder} "
-        f"{limit}{' within limits.cost' if by_cost else ''}{others}. Raise "
+        f"{too_long}{' within limits.cost' if by_cost else ''}{others}. Raise "
         f"{' or '.join(bounds)}{remedy}."
     )
 
