@@ -310,7 +310,7 @@ def test_a_mistake_in_an_override_is_named(override: str, says: str, tmp_path: P
 def test_no_key_of_a_system_is_one_of_ours(name: str) -> None:
     sections = {**PARTS, "log_probs": Recipe, "": Recipe}
     theirs = {"data.validation"}  # of NeMo-RL; in an override of its files it is that one
-    for key in DIALECTS[name].keys - theirs:
+    for key in set(DIALECTS[name].keys) - theirs:
         section, _, rest = key.rpartition(".")
         fields = dataclasses.fields(sections[section]) if section in sections else ()
         assert rest not in {field.name for field in fields}, key
