@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from evenstep.errors import ConfigError
@@ -382,13 +381,6 @@ def test_a_class_registered_after_the_first_batch_runs_on_rows(
     hf_forward(model)(model, batch)
 
     assert mixers.mixers_of(model)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -13,13 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from evenstep.integrations.huggingface import hf_forward, register_mixer, supports_packing
-from tests.integrations.hybrids import errors, hybrid, packed, rounding, samples_of
+from tests.integrations.hybrids import (
+    alone,
+    errors,
+    hybrid,
+    packed,
+    rounding,
+    samples_of,
+    together,
+)
 from tests.internals import mixers, packed_kernels
-from tests.slow.measure import summed
+from tests.slow.measure import error_of, summed
 
 torch.set_num_threads(1)
 
@@ -69,12 +79,15 @@ def drawn(tokens: int, seed: int, decay: float) -> list[Tensor]:
     st.sampled_from([0.0, -5.0]),
     st.booleans(),
     st.sampled_from([1, 8192]),
+    st.sampled_from([(torch.float32, 4e-6), (torch.float64, 1e-12)]),
 )
 def test_the_delta_rule_is_that_of_each_segment(
-    lengths: list[int], tail: int, seed: int, decay: float, normalized: bool, at_once: int
-) -> None:
+    lengths: list[int], tail: int, seed: int, decay: float, normalized: bool, at_once: int,
+    precision: tuple[torch.dtype, float],
+) -> None:  # fmt: skip
     tokens, begins = sum(lengths) + tail, begins_of(lengths)
-    tensors = [each.requires_grad_() for each in drawn(tokens, seed, decay)]
+    dtype, limit = precision
+    tensors = [each.to(dtype).requires_grad_() for each in drawn(tokens, seed, decay)]
     chunks = packed_kernels.chunks_of(begins, lengths, tokens, CPU)
     if not normalized:  # longer keys would let the state grow without bound
         tensors[1] = (tensors[1] * 0.2).detach().requires_grad_()
@@ -94,7 +107,89 @@ def test_the_delta_rule_is_that_of_each_segment(
     wanted = torch.autograd.grad((expected * weights[0]).sum(), doubles)
     for one, other in zip((result, *gradients), (expected[None], *wanted), strict=True):
         off = float((one - other).detach().abs().max())
-        assert off <= 4e-6 * max(1.0, float(other.detach().abs().max()))
+        assert off <= limit * max(1.0, float(other.detach().abs().max()))
+
+
+@contextmanager
+def doubled() -> Iterator[None]:
+    """Double precision where transformers asks for single precision, in backwards as well."""
+
+    def wider(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+            return function(*args, **kwargs)
+
+        return run
+
+    with (
+        mock.patch.object(Tensor, "float", Tensor.double),
+        mock.patch.object(Tensor, "to", wider(Tensor.to)),
+        mock.patch.object(nn.functional, "softmax", wider(nn.functional.softmax)),
+    ):
+        yield
+
+
+DELTA_RULES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
+
+
+@pytest.mark.parametrize("name", DELTA_RULES)
+@pytest.mark.parametrize("at_once", [1, 8192])
+def test_models_are_exact_in_double_precision(name: str, at_once: int) -> None:
+    model = hybrid(name)
+    assert modes_of(model) == {"kernels"}
+    few, many = samples_of((1, 63, 64, 65, 130)), samples_of([1 + k * k % 11 for k in range(40)])
+    with mock.patch.object(packed_kernels, "AT_ONCE", at_once), doubled():
+        assert errors(model, few, packed(few, 5)) <= 1e-12
+        assert errors(model, many, packed(many)) <= 1e-12
+
+
+def adapted(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(target_modules=["in_proj_qkvz", "out_proj"], init_lora_weights=False)
+    return get_peft_model(model, adapter).double()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("wrapped", [None, adapted, DistributedDataParallel])
+def test_wrapped_models_are_exact_in_double_precision(
+    wrapped: Callable[[Any], Any] | None, reentrant: bool | None
+) -> None:
+    model = hybrid("qwen3_next").train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    model = model if wrapped is None else wrapped(model)
+    samples = samples_of((1, 64, 65, 30))
+    with mock.patch.object(packed_kernels, "AT_ONCE", 1), doubled():
+        assert errors(model, samples, packed(samples, 5)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", DELTA_RULES)
+def test_autocast_rounds_packed_segments_no_more_than_samples_alone(name: str) -> None:
+    model, samples = hybrid(name).float(), samples_of((1, 63, 64, 65, 130))
+    expected = alone(model, samples)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert modes_of(model) == {"kernels"}
+        ours, theirs = together(model, packed(samples, 5)), alone(model, samples)
+    assert error_of(ours, expected) <= 2 * error_of(theirs, expected)
+
+
+def test_the_delta_rule_does_not_depend_on_the_default_precision() -> None:
+    tensors, chunks = drawn(70, 0, 0.0), packed_kernels.chunks_of([0, 5], [5, 65], 70, CPU)
+    query, key, value, decays, beta = tensors
+    expected = packed_kernels.delta_rule(query, key, value, decays, beta, chunks, True)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        result = packed_kernels.delta_rule(query, key, value, decays, beta, chunks, True)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(result, expected)
 
 
 def test_what_is_not_finite_stays_in_its_segment() -> None:
