@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -335,8 +336,22 @@ def test_fast_kernels_get_boundaries_if_outputs_and_gradients_are_exact(
         assert kwargs["seq_idx"].unique_consecutive().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_leak_of_few_tokens_is_seen_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", leaking)
+def leaking_at_ends(
+    hidden_states: Tensor, *args: Any, seq_idx: Any = None, **kwargs: Any
+) -> Tensor:
+    """The last token of a segment sees the first of the row."""
+    result = fast_convolution(hidden_states, *args, seq_idx=seq_idx, **kwargs)
+    if seq_idx is None:
+        return result
+    last = nn.functional.pad(seq_idx.diff() != 0, (0, 1)) & (seq_idx > 0)
+    return result + last[:, None] * hidden_states[..., :1]
+
+
+@pytest.mark.parametrize("kernel", [leaking, leaking_at_ends])
+def test_a_leak_of_few_tokens_is_seen_in_half_precision(
+    kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", kernel)
     assert modes_of(hybrid("lfm2").bfloat16()) == {"kernels"}
     monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", fast_convolution)
     assert modes_of(hybrid("lfm2").bfloat16()) == {"keywords"}
@@ -350,16 +365,61 @@ def _recorded(kernel: Callable[..., Tensor], seen: list[Any]) -> Callable[..., T
     return run
 
 
-def test_padded_rows_and_samples_alone_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = hybrid("qwen3_next")
+def unpacked(model: Any) -> list[Tensor]:
+    """Outputs of a sample alone, of one with a cache, of padded rows, and generated tokens."""
+    tokens = torch.stack([each["input_ids"] for each in samples_of((70, 70))])
+    mask = torch.ones_like(tokens)
+    mask[0, :9] = 0
+    with torch.no_grad():
+        return [
+            model(input_ids=tokens[:1]).logits,
+            model(input_ids=tokens[:1], use_cache=True).logits,
+            model(input_ids=tokens, attention_mask=mask).logits,
+            model.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False),
+        ]
+
+
+@pytest.fixture
+def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of transformers, as if no model had been packed."""
+    for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
+        kernel = getattr(modeling_qwen3_next, name)
+        monkeypatch.setattr(modeling_qwen3_next, name, getattr(kernel, "__wrapped__", kernel))
+
+
+@pytest.mark.usefixtures("fresh_kernels")
+def test_padded_rows_samples_alone_and_other_models_run_as_they_are() -> None:
+    model, other = hybrid("qwen3_next"), hybrid("qwen3_next")
+    expected = unpacked(other)
+    samples = samples_of(LENGTHS)
     assert modes_of(model) == {"kernels"}
-    tokens = samples_of((70,))[0]["input_ids"][None]
-    with_ours = model(input_ids=tokens).logits
-    cached = model(input_ids=tokens, use_cache=True)
-    assert torch.equal(cached.logits, with_ours)
-    mixers.release(model)
-    assert torch.equal(model(input_ids=tokens).logits, with_ours)
+    together(model, packed(samples))
     assert hasattr(modeling_qwen3_next.torch_chunk_gated_delta_rule, "_evenstep_kernel")
+    for each in (model, other):
+        assert all(map(torch.equal, unpacked(each), expected))
+    mixers.release(model)
+    assert all(map(torch.equal, unpacked(model), expected))
+
+
+def test_models_of_one_family_run_in_different_modes_side_by_side() -> None:
+    """In threads of their own, on rows, with kernels and without boundaries."""
+    by_kernels, by_rows, plain = (hybrid("qwen3_next") for _ in range(3))
+    samples = [samples_of(LENGTHS), samples_of((64, 3, 1, 20), seed=1)]
+    assert modes_of(by_kernels) == modes_of(by_rows) == {"kernels"}
+    for module in mixers.mixers_of(by_rows).values():
+        module._evenstep_mixer.mode = "rows"
+    jobs: list[Callable[[], Any]] = [
+        lambda: together(by_kernels, packed(samples[0], 3)),
+        lambda: together(by_rows, packed(samples[1])),
+        lambda: dict(enumerate(unpacked(plain))),
+    ]
+    expected = [job() for job in jobs]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        for _ in range(3):
+            running = [threads.submit(job) for job in jobs]
+            for future, values in zip(running, expected, strict=True):
+                result = future.result()
+                assert all(torch.equal(result[name], value) for name, value in values.items())
 
 
 def test_a_pickled_model_runs_with_its_own_weights() -> None:
