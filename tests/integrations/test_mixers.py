@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from evenstep.errors import ConfigError
@@ -285,6 +284,23 @@ def test_a_model_with_its_first_weights_is_exact() -> None:
     assert errors(model, samples, packed(samples)) <= LIMIT
 
 
+def test_an_interrupted_forward_leaves_no_boundaries_behind() -> None:
+    model = hybrid("nemotron_h")
+    tokens = samples_of((40,))[0]["input_ids"][None]
+    expected = model.model(input_ids=tokens).last_hidden_state
+    batch = packed(samples_of((5, 23, 12)))
+    hf_forward(model)(model, batch)
+
+    last = model.model.layers[-1].register_forward_pre_hook(_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hf_forward(model)(model, batch)
+    last.remove()
+
+    assert torch.equal(model.model(input_ids=tokens).last_hidden_state, expected)
+    assert errors(model, samples_of((20, 20)), packed(samples_of((20, 20)))) <= LIMIT
+    assert mixers._FRAME.get() is None
+
+
 def test_zeros_are_restored_when_a_small_forward_is_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -382,13 +398,6 @@ def test_a_class_registered_after_the_first_batch_runs_on_rows(
     hf_forward(model)(model, batch)
 
     assert mixers.mixers_of(model)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

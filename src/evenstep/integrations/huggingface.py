@@ -16,7 +16,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -449,8 +449,7 @@ def _decide(model: Any) -> Support:
     core = core_of(model)
     release(core)
     try:
-        # An interrupted forward leaves its segments behind, in a context of its own.
-        support = copy_context().run(_judge, model)
+        support = _judge(model)
     except BaseException:
         release(core)
         raise

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -205,6 +205,7 @@ class _Frame(NamedTuple):
     segments: SegmentRows | None  # None inside mixers, and for a call without boundaries
     outer: _Frame | None
     backward: int  # the one that it belongs to, `_NOT` for a forward, `_UNKNOWN` for no call
+    call: FrameType | None = None  # of Python; no hook follows one that is interrupted
     packed: bool = False  # inside a mixer whose kernels get packed rows
 
 
@@ -222,10 +223,30 @@ def _backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def _python_calls() -> Iterator[FrameType]:
+    """The Python calls around this module, the innermost first."""
+    call: FrameType | None = sys._getframe(1)
+    while call is not None:
+        if call.f_globals.get("__name__") not in (__name__, "torch._dynamo.eval_frame"):
+            yield call
+        call = call.f_back
+
+
+def _current() -> _Frame | None:
+    """The frame of the innermost call that still runs."""
+    frame = _FRAME.get()
+    if frame is None:
+        return None
+    calls = set(_python_calls())
+    while frame is not None and frame.call not in calls:
+        frame = frame.outer
+    return frame
+
+
 def _frame_of(*values: Any) -> _Frame | None:
     """The frame of a module with these arguments. In a backward it is that of a forward which runs
     in there, else that of its own forward, which is recomputed."""
-    frame, backward = _FRAME.get(), _backward()
+    frame, backward = _current(), _backward()
     if frame is not None and frame.backward == backward:
         _remember(frame.segments, *values)
         return frame
@@ -233,7 +254,7 @@ def _frame_of(*values: Any) -> _Frame | None:
 
 
 def _push(segments: SegmentRows | None, backward: int, packed: bool = False) -> None:
-    _FRAME.set(_Frame(segments, _FRAME.get(), backward, packed))
+    _FRAME.set(_Frame(segments, _current(), backward, next(_python_calls()), packed))
 
 
 def _pop() -> None:
@@ -546,7 +567,7 @@ def _reads_segments(kernel: Callable[..., Any], packed: Callable[..., Any]) -> C
 
     @wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
-        frame = None if torch.compiler.is_compiling() else _FRAME.get()
+        frame = None if torch.compiler.is_compiling() else _current()
         if frame is None or not frame.packed:
             return kernel(*args, **kwargs)
         return packed(kernel, frame.segments, *args, **kwargs)

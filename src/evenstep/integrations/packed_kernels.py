@@ -15,7 +15,7 @@ last chunk of each:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +39,11 @@ class Chunks(NamedTuple):
     continued: Tensor  # (chunks,) bool: whether there is a next one
     counts: list[int]  # chunks of each step
 
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """(rows, width, heads, ...) as (chunks, heads, 64, ...) in float32."""
+    def gathered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """(rows, width, heads, ...) as (chunks, heads, 64, ...)."""
         rows = tensor.flatten(0, 1).index_select(0, self.slots.flatten())
         rows = rows.unflatten(0, self.slots.shape).transpose(1, 2)
-        return rows.to(torch.float32, memory_format=torch.contiguous_format)
+        return rows.to(dtype, memory_format=torch.contiguous_format)
 
     def put_back(self, chunked: Tensor, like: Tensor) -> Tensor:
         """(chunks, heads, 64, ...) as (rows, width, heads, ...), zeros outside of segments."""
@@ -106,7 +106,8 @@ class _DeltaRule(torch.autograd.Function):  # type: ignore[misc]
         ctx.save_for_backward(*tensors)
         parts = []
         for heads in _parts_of_heads(chunks, *tensors):
-            result = _compute(chunks, normalized, *map(chunks.gathered, heads))
+            chunked = (chunks.gathered(tensor, _precision(tensors)) for tensor in heads)
+            result = _compute(chunks, normalized, *chunked)
             parts.append(chunks.put_back(result, heads[2]))
         return torch.cat(parts, 2)
 
@@ -117,13 +118,20 @@ class _DeltaRule(torch.autograd.Function):  # type: ignore[misc]
         tensors = ctx.saved_tensors  # once: a checkpoint hands them out and forgets them
         parts = []
         for outer, *heads in _parts_of_heads(chunks, gradient, *tensors):
-            chunked = [chunks.gathered(tensor).requires_grad_() for tensor in heads]
+            dtype = _precision(tensors)
+            chunked = [chunks.gathered(tensor, dtype).requires_grad_() for tensor in heads]
             with torch.enable_grad():
                 result = _compute(chunks, ctx.normalized, *chunked)
-            weights = chunks.gathered(outer).mul_(chunks.inside[:, None, :, None])
+            weights = chunks.gathered(outer, dtype).mul_(chunks.inside[:, None, :, None])
             gradients = torch.autograd.grad(result, chunked, weights)
             parts.append(list(map(chunks.put_back, gradients, heads)))
         return None, None, *(torch.cat(each, 2) for each in zip(*parts, strict=True))
+
+
+def _precision(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Single precision, or double if any of the tensors has it."""
+    double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if double else torch.float32
 
 
 def _parts_of_heads(chunks: Chunks, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -152,7 +160,7 @@ def _compute(
         # off for what it reads from that state: two products with one inverse.
         rate, since = beta * length, total.exp()
         system = keys * between * rate.unsqueeze(-1)
-        identity = torch.eye(CHUNK, device=query.device).expand_as(system)
+        identity = torch.eye(CHUNK, dtype=query.dtype, device=query.device).expand_as(system)
         inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
         written = (inverse * beta.unsqueeze(-2)) @ value
         taken = (inverse * (rate * since).unsqueeze(-2)) @ key

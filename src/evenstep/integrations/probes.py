@@ -286,11 +286,11 @@ class MixerSearch:
         release(self.core)
         self.probe = Probe(model, carrying_lengths(model))
         self.lengths = self.probe.lengths
-        self.long = [2 * CHUNK + length for length in self.lengths]  # of several chunks
-        sizes = {size for parameter in model.parameters() for size in parameter.shape}
-        self.tail = next(n for n in range(3, 4096) if sum(self.lengths) + n not in sizes)
+        # Of several chunks.
+        self.long = Probe(model, [2 * CHUNK + length for length in self.lengths]).lengths
+        self.sizes = {size for parameter in model.parameters() for size in parameter.shape}
         self.samples = [self.probe.sample(length) for length in self.lengths]
-        self.others = [self.probe.sample(len(self.samples[0])), *self.samples[1:]]
+        self.other = self.probe.sample(self.lengths[0])
         # Modules as they are, without boundaries, which some refuse.
         self.calls = self._calls(self.samples, with_boundaries=False)
         self.longer = self._calls([*self.samples, self.samples[0]], with_boundaries=False)
@@ -306,7 +306,7 @@ class MixerSearch:
             self._wrap()
             kinds = self._selecting() - self.kinds
             try:
-                leak = None if kinds else self._leak()
+                leak = None if kinds else self._leak(self.samples, self.other)
             except _RefusedError as error:
                 if not self._runs():  # so it was not the boundaries
                     if not last:
@@ -346,7 +346,10 @@ class MixerSearch:
         """Whether nothing leaks, and outputs and gradients are those of rows."""
         with probing(self.model):
             try:
-                if self._leak() is not None:
+                if self._leak(self.samples, self.other) is not None:
+                    return False
+                other, *samples = map(self.probe.sample, (self.long[0], *self.long))
+                if self._leak(samples, other) is not None:
                     return False
             except Exception:
                 return False
@@ -405,10 +408,11 @@ class MixerSearch:
                 mixer.equal |= call.kind in selecting or equal_lengths(call.kind)
         run_on_rows(self.core, mixers)
 
-    def _leak(self) -> _Call | None:
-        """The first call whose results at other segments changed and whose inputs did not."""
-        before, after = self._calls(self.samples), self._calls(self.others)
-        first, end = self.lengths[0], sum(self.lengths)
+    def _leak(self, samples: Sequence[Tensor], other: Tensor) -> _Call | None:
+        """The first call whose results at later segments change with another first segment, and
+        whose inputs do not."""
+        before, after = self._calls(samples), self._calls([other, *samples[1:]])
+        first, end = len(other), sum(map(len, samples))
 
         def moved(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
             for path, a in one.items():
@@ -435,7 +439,9 @@ class MixerSearch:
 
     def _calls(self, samples: Sequence[Tensor], with_boundaries: bool = True) -> list[_Call]:
         """All calls of modules in a packed forward, in order of completion."""
-        batch = packed_row(samples, self.tail).to(self.probe.device)
+        tokens = sum(map(len, samples))
+        tail = next(n for n in range(3, 4096) if tokens + n not in self.sizes)
+        batch = packed_row(samples, tail).to(self.probe.device)
         kwargs = hf_kwargs(batch, self.model)
         if not with_boundaries:
             kwargs = _without_boundaries(kwargs)
