@@ -191,6 +191,7 @@ if TYPE_CHECKING:
     from evenstep.report.timeline import timelines
     from evenstep.screen import print_grid, progress
     from evenstep.tensors import batch as batch_module
+    from evenstep.tensors import head as head_module
     from evenstep.tensors import segment_attention
     from evenstep.tensors.batch import (
         IGNORE_INDEX,
@@ -201,7 +202,6 @@ if TYPE_CHECKING:
         on_host,
     )
     from evenstep.tensors.collate import Columns
-    from evenstep.tensors import head as head_module
     from evenstep.tensors.head import Factors, Wanted, score
     from evenstep.tensors.losses import Outcome, merge
     from evenstep.tensors.restore import Key as OriginKey
