@@ -61,10 +61,10 @@ def test_a_result_of_nothing_prints_too() -> None:
 # What `fit_cost` reads: tokens, squared lengths and segments that run -----------------------------
 
 
-def work_of(recipe: Recipe, ids: list[list[int]], **options: Any) -> list[tuple[float, ...]]:
+def work_of(recipe: Recipe, ids: list[list[int]], **options: Any) -> list[Any]:
     plan = make_plan([len(each) for each in ids], recipe, **options)
     batches = [Collator()(micro, [{"input_ids": each} for each in ids]) for micro in plan[0, 0]]
-    return Runner(model=model_of(), loss=cross_entropy()).run(batches).work
+    return [*Runner(model=model_of(), loss=cross_entropy()).run(batches).work]
 
 
 def test_padded_rows_work_at_their_full_width() -> None:
