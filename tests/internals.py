@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from evenstep.cli.measure import measure as measure_budget
     from evenstep.cli.overrides import number_of, overrides_of, resolved
     from evenstep.cli.samples import Samples
+    from evenstep.cli.sweep import USABLE, Sweep
     from evenstep.cli.whole_report import of_run
     from evenstep.compat.filled import filled_packs
     from evenstep.compat.rank_packs import WORK

@@ -20,7 +20,7 @@ from evenstep.core.step import Step
 from evenstep.core.text import short_repr
 from evenstep.data.source import digest_of
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch
+from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchExchange
 from evenstep.tensors.losses import Metric, PerSequence, Sums
 from evenstep.tensors.transport import CALLS
 from evenstep.train.collectives import Bundle, Collective, Distributed, gather_values, has_group
@@ -106,9 +106,9 @@ def check_labels(batch: Batch, loss_tokens: Mapping[int, int]) -> None:
             )
 
 
-def check_tree(batch: Batch, preprocess: object) -> None:
-    """Raise if the samples of a batch share prefixes and an option of the runner prevents it."""
-    if batch.tree is not None and preprocess is not None:
+def check_tree(preprocess: object) -> None:
+    """Raise if an option of the runner prevents that samples share prefixes."""
+    if preprocess is not None:
         raise ConfigError(
             "preprocess gets the slots of a micro-batch, which samples share here. Compute its "
             "values before the step (compute_log_probs) and add them to the samples, or plan "
@@ -295,11 +295,9 @@ def compare_plans(step: Any, collective: Collective, always: bool = False) -> bo
     return True
 
 
-def check_exchange(batch: Batch, collective: Collective, compared: bool) -> None:
-    """Raise if the wave of a batch shares samples and the runner cannot exchange them."""
-    if batch.exchange is None:
-        return
-    ranks = len(batch.exchange.sent)
+def check_exchange(exchange: BatchExchange, collective: Collective, compared: bool) -> None:
+    """Raise if the runner cannot exchange the samples that a wave shares."""
+    ranks = len(exchange.sent)
     if ranks != collective.size:
         raise ConfigError(
             f"the step shares samples between {ranks} ranks, but the collective has "

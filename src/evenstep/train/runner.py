@@ -652,9 +652,11 @@ class StepRun:
         self, batch: Batch, micro: MicroBatch | None = None, born: Collection[float] = ()
     ) -> Prepared:
         """Check a batch, count what it holds and move it to the device, if that has memory."""
-        checks.check_tree(batch, self.runner.preprocess)
-        checks.check_exchange(batch, self.ranks, self.count is not None)
-        batch = batch.between(self.ranks)
+        if batch.tree is not None:
+            checks.check_tree(self.runner.preprocess)
+        if batch.exchange is not None:
+            checks.check_exchange(batch.exchange, self.ranks, self.count is not None)
+            batch = batch.between(self.ranks)
         groups: Collection[int] = ()
         if self.groups is not None:
             groups = self.groups.check(batch.unshared, micro)
