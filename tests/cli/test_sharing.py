@@ -84,3 +84,62 @@ def test_a_prompt_longer_than_its_sample_is_one_error(
     Path(table).write_text("n,prompt,prompt_tokens\n9,a,12\n20,a,12\n")
     assert main(["plan", table, *SHARING]) == 2
     assert "cannot share 12 tokens" in capsys.readouterr().err
+
+
+# Sequences that ranks share -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def long_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One sample costs more than a rank's part of the step."""
+    monkeypatch.chdir(tmp_path)
+    Path("lengths.txt").write_text("\n".join(map(str, [900, *range(10, 60)])))
+    return ["lengths.txt", "--max-tokens", "1000", "--ranks", "4"]
+
+
+def test_compare_shows_what_sharing_sequences_saves(
+    long_sample: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = ["--set", "cost.per_moved=0", "--set", "cost.per_exchange=0"]
+    assert main(["compare", *long_sample, *free, "--json"]) == 0
+    entries = {entry["strategy"]: entry for entry in printed(capsys)}
+    shared, whole = entries["sequences shared"], entries["your settings"]
+    assert shared["stats"]["num_shared"] == 1
+    assert "num_shared" not in whole["stats"]
+    assert shared["modelled_time"] < 0.8 * whole["modelled_time"]
+    assert main(["compare", "lengths.txt", "--max-tokens", "1000", "--json"]) == 0  # one rank
+    assert "sequences shared" not in {entry["strategy"] for entry in printed(capsys)}
+    Path("even.txt").write_text("\n".join(["10"] * 40))
+    assert main(["compare", "even.txt", *long_sample[1:], "--json"]) == 0
+    assert "sequences shared" not in {entry["strategy"] for entry in printed(capsys)}
+
+
+def test_a_plan_with_shared_sequences_is_saved_reported_and_simulated(
+    long_sample: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("r.yaml").write_text("sharing:\n  most_ranks: 3\nlayout: {max_tokens: 500}\n")
+    config = ["lengths.txt", "--config", "r.yaml", "--ranks", "4"]
+    free = ["--set", "cost.per_moved=0", "--set", "cost.per_exchange=0"]
+    assert main(["plan", *config, *free, "--out", "steps.evenstep"]) == 0
+    assert "shared sequences" in capsys.readouterr().out
+    for command in (["report"], ["check"]):
+        assert main([*command, "steps.evenstep"]) == 0
+    capsys.readouterr()
+    speed = ["--model", "llama-3-8b", "--gpu", "h200", "--only", "your settings"]
+    assert main(["simulate", "lengths.txt", *config[1:], *speed, "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("sharing.most_ranks=9", "sharing.most_ranks must be at most topology.dp, 4, got 9."),
+        ("sharing.max_received=0", "sharing.max_received must be an integer in"),
+        ("sharing.ranks=2", "sharing.ranks is not a known key"),
+        ("sharing=true", "sharing must hold keys, got True"),
+    ],
+)
+def test_wrong_sharing_is_one_error(
+    option: str, message: str, long_sample: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *long_sample, "--set", option]) == 2
+    assert message in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Cost, Packed, Padded, PooledStream, Recipe, Steps, Topology
+from evenstep import Cost, Packed, Padded, PooledStream, Recipe, Sharing, Steps, Topology
 from evenstep.config import (
     FaultsError,
     Settings,
@@ -245,3 +245,10 @@ def test_native_yaml_has_origins_as_comments(tmp_path: Path) -> None:
     assert text.startswith("# converted from somewhere\nlayout:\n  kind: packed\n")
     assert "  max_tokens: 8192  # run.yaml:2\n" in text
     assert load_settings(file(tmp_path, text, "again.yaml")) == SETTINGS
+
+
+@pytest.mark.parametrize("sharing", [None, Sharing(), Sharing(most_ranks=3, max_received=99)])
+def test_sharing_is_written_and_read_again(sharing: Sharing | None, tmp_path: Path) -> None:
+    recipe = Recipe(layout=Packed(max_tokens=24), topology=Topology(dp=4), sharing=sharing)
+    text = native_yaml(Settings(recipe=recipe))
+    assert load_settings(file(tmp_path, text)).recipe == recipe

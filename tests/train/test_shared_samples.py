@@ -644,6 +644,16 @@ def test_processes_share_samples(how: str, size: int, tmp_path: Path) -> None:
         assert max(errors_of_parameters(ours, expected).values()) <= 1e-12
 
 
+def test_small_logits_of_shared_samples_use_the_head_too() -> None:
+    plan, samples, _ = three_ranks()
+    model = decoder()
+    forward: Any = Runner(model=model, loss=cross_entropy()).forward
+    heads = model_head.Heads.of_losses(model, forward, [cross_entropy()])
+    shared, whole = (COLLATE(micro, samples) for micro in plan[0, 0])
+    assert heads.at(shared) is not None
+    assert heads.at(whole) is None
+
+
 def run_large_and_small(rank: int, size: int, seed: int) -> Any:
     """Logits of rank 0 are large, those of others are not; the loss sums over ranks."""
     rng = np.random.default_rng(seed)
@@ -660,6 +670,7 @@ def run_large_and_small(rank: int, size: int, seed: int) -> Any:
     return gradient_of(model)
 
 
+@pytest.mark.slow
 def test_ranks_agree_where_the_loss_is_computed(tmp_path: Path) -> None:
     seed = 6
     rng = np.random.default_rng(seed)

@@ -12,6 +12,7 @@ from evenstep.cli.job import Job
 from evenstep.cli.overrides import resolved
 from evenstep.config import overridden, recipe_from
 from evenstep.core.ragged import rounded_up
+from evenstep.core.recipe import Sharing
 from evenstep.errors import ConfigError, PlanError
 from evenstep.planning.inputs import checked_column, checked_lengths
 from evenstep.planning.kernels import compile_seconds
@@ -21,6 +22,7 @@ from evenstep.report import Entry
 TODAY = "padded batches of 8"
 OWN = "your settings"
 SHARED = "prompts shared"  # your settings, with prefixes
+BETWEEN = "sequences shared"  # your settings, with sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ def built_in_strategies(job: Job) -> list[Strategy]:
         Strategy(TODAY, today, recipe.longest_segment),
         Strategy(OWN, ()),
         *([] if job.samples.prefixes is None else [Strategy(SHARED, (), share=True)]),
+        *([Strategy(BETWEEN, ("sharing.most_ranks=null",))] if _may_gain_by_sharing(job) else []),
         Strategy("padded to longest", (*padded, f"layout.pad_to={widest}")),
         Strategy("dynamic, greedy", (*padded, "layout.cut=greedy")),
         Strategy("dynamic, optimal", padded),
@@ -119,6 +122,24 @@ def built_in_strategies(job: Job) -> list[Strategy]:
         Strategy("packed, optimal", (*packed, unaware, optimal)),
         Strategy("packed, even", packed),
     ]
+
+
+def _may_gain_by_sharing(job: Job) -> bool:
+    """Whether ranks could share sequences, and one costs more than a rank's part of a mean step."""
+    recipe, lengths = job.recipe, np.nan_to_num(job.samples.lengths).astype(np.int64)
+    ranks, size = recipe.topology.dp, recipe.steps.samples
+    if recipe.sharing is not None or ranks == 1 or job.samples.groups is not None:
+        return False
+    try:
+        replace(recipe, sharing=Sharing())
+    except ConfigError:
+        return False
+    costs = recipe.cost.of_lengths(lengths)
+    steps = len(lengths) / size if size else 1.0
+    if recipe.steps.tokens:
+        steps = float(lengths.sum()) / recipe.steps.tokens
+    fits = recipe.longest_segment is None or lengths.max(initial=0) <= recipe.longest_segment
+    return bool(fits and costs.max(initial=0) * ranks * max(steps, 1.0) > 1.01 * costs.sum())
 
 
 def refuse_too_long(job: Job, strategies: list[Strategy]) -> None:

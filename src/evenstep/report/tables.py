@@ -96,6 +96,7 @@ def _contents(stats: Mapping[str, Value]) -> Section:
                 f"{count(empty)} empty, to keep counts equal" if empty else "",
             ),
             *_sharing(stats),
+            *_shared(stats),
         ],
     )
 
@@ -109,6 +110,14 @@ def _sharing(stats: Mapping[str, Value]) -> list[Row]:
     tokens = factor((saved + _number(stats, "tokens")) / _number(stats, "tokens"))
     note = f"{percent(saved / possible)} of the possible; {tokens} fewer tokens"
     return [Row("tokens saved by sharing", _int(stats, "shared_tokens_saved"), note)]
+
+
+def _shared(stats: Mapping[str, Value]) -> list[Row]:
+    """What ranks share, if any do."""
+    if not stats.get("num_shared"):
+        return []
+    note = f"by several ranks, which receive {_times(stats, 'tokens_received', 'token')}"
+    return [Row("shared sequences", _int(stats, "num_shared"), note)]
 
 
 def _padding(stats: Mapping[str, Value]) -> Section:
