@@ -1,6 +1,7 @@
 """The trainer: what checkpoints cost, and beside TRL's SFTTrainer on the same data and model.
 
     python -m benchmarks.trainer                # both, on the CPU; writes results/trainer.md
+    python -m benchmarks.trainer trl --repeats 1
     python -m benchmarks.trainer checkpoints --gpu --config CONFIG.JSON
 
 TRL runs with its padding, and with its packing. On a CPU, its packed rows have no attention within
@@ -286,7 +287,7 @@ def _checkpoint_lines(saved: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run one part or both, and file the results of both."""
+    """Run one part or both, and file the results on a CPU; a part keeps those of the other."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", nargs="?", choices=["trl", "checkpoints", "worker"])
     parser.add_argument("rest", nargs="*")
@@ -299,15 +300,16 @@ def main() -> None:
         run = run_ours if system == "evenstep" else run_trl
         run(Path(folder), Path(out), int(steps), kind)
         return
-    results: dict[str, Any] = {}
+    stored = RESULTS / "trainer.json"
+    results: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
     if options.part in (None, "trl"):
         results["trl"] = beside_trl(options.repeats)
     if options.part in (None, "checkpoints"):
         results["checkpoints"] = saving(options.repeats, options.gpu, options.config)
     print(page(results))
-    if options.part is None:
-        (RESULTS / "trainer.json").write_text(json.dumps(results, indent=1) + "\n")
-        (RESULTS / "trainer.md").write_text(page(results))
+    if not options.gpu:
+        stored.write_text(json.dumps(results, indent=1) + "\n")
+        stored.with_suffix(".md").write_text(page(results))
 
 
 if __name__ == "__main__":
