@@ -336,6 +336,9 @@ def evaluate(
     with torch.no_grad(), _evaluating(runner.model):
         torch.clear_autocast_cache()  # casts of weights before the last update
         for step in stream:
+            if runner.check_prefixes and step.batches is None and runner.shard is None:
+                how = (runner.model, runner.forward, runner.collate, _device(runner))
+                check_sharing(*how, step, step.plan, runner.collective)
             items = step if step.batches is None else step.batches
             prepared = Prefetch(_batches(runner, items), runner.prefetch)
             with closing(iter(prepared)) as batches:
@@ -363,8 +366,12 @@ def evaluate(
     )
 
 
+def _device(runner: Runner) -> torch.device | str | None:
+    return device_of(runner.model) if runner.device is None else runner.device
+
+
 def _batches(runner: Runner, items: Iterable[Any]) -> Iterator[Batch]:
-    device = device_of(runner.model) if runner.device is None else runner.device
+    device = _device(runner)
     for item in items:
         batch = item if isinstance(item, Batch) else runner.collate(*item)
         batch = batch.between(runner.collective)
