@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, RoFormerConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    RoFormerConfig,
+)
 
 from evenstep import Padded, Recipe, Steps
 from evenstep.cli import main
@@ -312,3 +318,39 @@ def test_a_kill_leaves_no_reference_log_probs_of_another_model(
     assert main(command) == 0
 
     assert np.array_equal(np.load(path), before)
+
+
+def test_adapters_of_random_weights_are_not_exported_alone(tmp_path: Path) -> None:
+    write_chats(tmp_path)
+    assert main([*run_file(tmp_path, "model.lora.rank=4"), "--steps", "1"]) == 0
+
+    with pytest.raises(ConfigError, match=r"no adapters to use alone: model\.path has no"):
+        export_model(tmp_path / "run", tmp_path / "model", adapters=True)
+
+    export_model(tmp_path / "run", tmp_path / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_adapters_of_two_ranks_are_exported_by_one(tmp_path: Path, parallel: str) -> None:
+    write_chats(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path / "start")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    sets = ["model.lora.rank=4", f"trainer.parallel={parallel}", "stream.max_num_steps=4"]
+    sets.append(f"model.path={tmp_path / 'base'}")
+    assert main(run_file(tmp_path, *sets, f"trainer.out={tmp_path / 'one'}")) == 0
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = run_file(tmp_path, *sets, f"trainer.out={tmp_path / 'two'}")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, *launcher, "-m", "evenstep", *arguments]
+    subprocess.run(command, env=environment, check=True)
+
+    for adapters, file in ((True, "adapter_model.safetensors"), (False, "model.safetensors")):
+        folders = [tmp_path / f"{name}-{adapters}" for name in ("one", "two")]
+        for folder in folders:
+            export_model(tmp_path / folder.name.partition("-")[0], folder, adapters=adapters)
+        one, two = (load_file(folder / file) for folder in folders)
+        assert one.keys() == two.keys()
+        assert all("lora" in name for name in one) == adapters
+        for name, expected in one.items():
+            assert torch.allclose(two[name], expected, atol=1e-5), name

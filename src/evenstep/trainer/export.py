@@ -36,8 +36,9 @@ def export_model(
             f"{run} trained the example decoder, which is no Hugging Face model. Set model.path to "
             f"the config.json of one."
         )
-    if adapters and options.lora is None:
-        raise ConfigError(f"{run} has no adapters: model.lora was not set. Export the whole model.")
+    if adapters and (options.lora is None or Path(options.path).is_file()):
+        why = "model.lora was not set" if options.lora is None else "model.path has no weights"
+        raise ConfigError(f"{run} has no adapters to use alone: {why}. Export the whole model.")
     check_target(out, options.path)
     path = _checkpoint_of(run, checkpoint)
     try:
