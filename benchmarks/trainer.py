@@ -170,6 +170,7 @@ def beside_trl(repeats: int) -> dict[str, Any]:
     step_tokens = sum(tokens) / LONG
     packed_tokens = sum(tokens) / rows * RANKS * 4 if rows else step_tokens
     return {
+        "repeats": repeats,
         "cpu_seconds_per_step": {name: statistics.median(each) for name, each in times.items()},
         "tokens_per_step": {
             name: packed_tokens if name == "trl packed" else step_tokens for name in times
@@ -248,7 +249,8 @@ def _trl_lines(trl: dict[str, Any]) -> list[str]:
         f"in the same order, AdamW with a constant learning rate of {LR:g}. TRL pads 4 samples "
         f"per device and micro-batch, or packs rows of {BUDGET:,} with 4 per device and step, "
         f"which makes steps of other samples, attended across samples. CPU seconds per step are "
-        f"those of both processes, without starting; systems take turns.",
+        f"those of both processes, without starting, of {LONG - SHORT} steps; medians of "
+        f"{trl['repeats']}, systems take turns.",
         "",
         "|  | tokens per step | CPU s per step | tokens per CPU s | first loss | last loss | "
         "largest difference in the loss of a step from evenstep packed |",
