@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology, World
+from evenstep import (
+    Packed,
+    Padded,
+    PlannedStream,
+    Recipe,
+    Steps,
+    Topology,
+    World,
+    find_prefixes,
+)
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import InputError
 from evenstep.tensors import Collator, Extra, cross_entropy, dpo
-from evenstep.train import GroupMean, Runner, SequenceMean, TokenMean
+from evenstep.train import Distributed, GroupMean, Runner, SequenceMean, TokenMean
 from tests.internals import Layout
 from tests.rank_threads import RankThreads
+from tests.train.on_ranks import wrapped
+from tests.train.processes import results_of
 
 LAYOUTS = [
     Packed(max_tokens=300),
@@ -101,6 +113,96 @@ def test_the_loss_is_that_of_one_sample_at_a_time(
     if isinstance(normalization, TokenMean):
         tokens = sum(int(sample["loss_mask"][1:].sum()) for sample in SAMPLES)
         assert results[0].denominators == {"loss_tokens": tokens}
+
+
+# Dropout, mixed precision, shared prefixes, fully_shard -------------------------------------------
+
+BEGINNINGS = RANDOM.integers(0, 64, (3, 40))
+FAMILY: list[dict[str, Any]] = [
+    {"input_ids": np.append(BEGINNINGS[i % 3], RANDOM.integers(0, 64, n))}
+    for i, n in enumerate(RANDOM.integers(1, 60, 21).tolist())
+]
+
+
+def dropping() -> Decoder:
+    """A decoder whose loss in training mode is another one."""
+    model = decoder()
+    model.norm = torch.nn.Sequential(model.norm, torch.nn.Dropout(0.5))
+    return model
+
+
+def in_bfloat16(model: Any, batch: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(batch)
+
+
+def loss_of_family(model: Any, options: dict[str, Any], layout: Layout, shared: bool) -> Any:
+    """The evaluation of `FAMILY`, on the ranks of the options' collective."""
+    world = World(0, 1)
+    if collective := options.get("collective"):
+        world = World(collective.rank, collective.size)
+    prefixes = find_prefixes([each["input_ids"] for each in FAMILY]) if shared else None
+    recipe = Recipe(layout=layout, steps=Steps(samples=10), topology=Topology(dp=world.size))
+    stream = PlannedStream(FAMILY, recipe, shuffle=False, world=world, prefixes=prefixes)
+    return Runner(model=model, **options).evaluate(stream, np.arange(len(FAMILY)) % 3)
+
+
+def losses_one_at_a_time(forward: Any) -> list[float]:
+    """Of all samples of `FAMILY`, and of each source."""
+    model, sums = dropping().eval().requires_grad_(False), np.zeros((3, 2))
+    for at, sample in enumerate(FAMILY):
+        (step,) = PlannedStream([sample], Recipe(layout=Padded(samples=1)), shuffle=False)
+        logits = forward(model, Collator()(step.micro_batches[0], [sample]))[0, :-1].float()
+        labels = torch.from_numpy(sample["input_ids"][1:])
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        sums[at % 3] += float(loss), len(labels)
+    return [sums[:, 0].sum() / sums[:, 1].sum(), *(sums[:, 0] / sums[:, 1])]
+
+
+@pytest.mark.parametrize("head", [None, "model"])
+@pytest.mark.parametrize(
+    ("layout", "shared"),
+    [
+        (Packed(max_tokens=300), True),
+        (Packed(max_tokens=300), False),
+        (Packed(rows=2, pad_to=160), False),
+        (Padded(samples=3), False),
+    ],
+)
+def test_dropout_shared_prefixes_and_mixed_precision_give_the_plain_loss(
+    layout: Layout, shared: bool, head: Any
+) -> None:
+    options: dict[str, Any] = {"loss": cross_entropy(head=head)}
+    result = loss_of_family(dropping(), options, layout, shared)
+    expected = losses_one_at_a_time(lambda model, batch: model(batch))
+    assert [result.loss, *result.sources] == pytest.approx(expected, abs=1e-6)
+
+    result = loss_of_family(dropping(), {**options, "forward": in_bfloat16}, layout, shared)
+    expected = losses_one_at_a_time(in_bfloat16)
+    assert [result.loss, *result.sources] == pytest.approx(expected, abs=2e-3)
+
+
+def evaluate_wrapped(rank: int, size: int) -> dict[str, list[float]]:
+    """The losses of `FAMILY`, for each way to wrap and each head."""
+    results = {}
+    for how in ("ddp", "fsdp"):
+        for head in (None, "model"):
+            model, _ = wrapped(dropping(), how, size)
+            options = {"loss": cross_entropy(head=head), "collective": Distributed()}
+            for shared in (False, True):
+                result = loss_of_family(model, options, Packed(max_tokens=150), shared)
+                results[f"{how} {head} {shared}"] = [result.loss, *result.sources]
+            assert model.training
+    return results
+
+
+@pytest.mark.slow
+def test_wrapped_models_give_the_plain_loss(tmp_path: Path) -> None:
+    expected = losses_one_at_a_time(lambda model, batch: model(batch))
+    for results in results_of(2, evaluate_wrapped, tmp_path):
+        assert len(results) == 8
+        for how, losses in results.items():
+            assert losses == pytest.approx(expected, abs=1e-6), how
 
 
 def test_pairs_are_evaluated_as_a_mean_over_pairs() -> None:

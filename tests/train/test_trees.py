@@ -427,6 +427,8 @@ def test_a_model_that_ignores_shared_prefixes_is_refused_at_first_use() -> None:
         compute_log_probs(model, step)
     with pytest.raises(ConfigError, match=said):
         compute_log_probs(model, batch, recipe, share_prefixes=True)
+    with pytest.raises(ConfigError, match=said):
+        Runner(model=model, loss=cross_entropy()).evaluate([step])
     Runner(model=model, loss=cross_entropy(), check_prefixes=False).run(step)
     compute_log_probs(model, step, check_prefixes=False)
 

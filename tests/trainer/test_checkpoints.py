@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_one_line(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert "step-000006 is damaged" in said[0]
-    assert "trainer.fall_back=true to continue from step-000003 or an older one" in said[0]
+    assert "trainer.fall_back=true to continue from step-000003 or older." in said[0]
     assert losses(folder / "run") == before
 
 

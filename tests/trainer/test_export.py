@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    RoFormerConfig,
+)
 
+from evenstep import Padded, Recipe, Steps
 from evenstep.cli import main
-from evenstep.trainer import export_model
+from evenstep.config import ModelSettings
+from evenstep.errors import ConfigError, FileError
+from evenstep.trainer import export_model, train
 from tests.internals import QUESTIONS, chat, complete, write_chats
 from tests.trainer.runs import ROOT, logged, settings, texts
 
@@ -200,9 +213,6 @@ def test_any_checkpoint_is_exported_and_others_are_named(
 
 
 def test_the_example_decoder_is_not_exported(tmp_path: Path) -> None:
-    from evenstep.errors import ConfigError
-    from evenstep.trainer import train
-
     train(settings(tmp_path / "run", texts(tmp_path), stream={"max_num_steps": 1}))
     with pytest.raises(ConfigError, match="no Hugging Face model"):
         export_model(tmp_path / "run", tmp_path / "model")
@@ -224,3 +234,123 @@ def test_weights_have_the_precision_of_the_model(trained: Path, tmp_path: Path) 
 
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert weights.dtype == torch.bfloat16
+
+
+def test_a_damaged_checkpoint_is_not_exported(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    newest = complete(tmp_path / "run" / "checkpoints")[-1]
+    shard = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 3] ^= 1
+    shard.write_bytes(content)
+
+    with pytest.raises(FileError, match=r"does not match its checksum\). Name another"):
+        export_model(tmp_path / "run", tmp_path / "model")
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.filterwarnings("ignore:balancing by tokens only")
+def test_weights_that_are_tied_or_not_trained_are_exported_as_they_are(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = RoFormerConfig(vocab_size=256, intermediate_size=16, is_decoder=True, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    frozen = "roformer.encoder.embed_positions.weight"
+    weights[frozen] += 1
+    save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    options: dict[str, Any] = {
+        "recipe": Recipe(layout=Padded(samples=2), steps=Steps(samples=4)),
+        "model": ModelSettings(path=str(tmp_path / "base")),
+        "stream": {"max_num_steps": 1},
+        "optimizer": {"lr": 1e-20},
+    }
+    train(settings(tmp_path / "run", texts(tmp_path), **options))
+
+    export_model(tmp_path / "run", tmp_path / "model")
+
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    for name, expected in weights.items():
+        assert torch.allclose(exported[name], expected, atol=1e-12), name
+
+
+def test_only_an_earlier_export_is_replaced(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "model"
+    for _ in range(2):
+        export_model(trained / "run", out)
+    (out / "checkpoint-500").mkdir()
+    with pytest.raises(FileError, match="is not an exported model"):
+        export_model(trained / "run", out)
+    (out / "checkpoint-500").rmdir()
+    (tmp_path / "run.yaml").write_text((trained / "run.yaml").read_text())
+    sets = [f"model.path={out}", f"data.paths={trained / 'chats.jsonl'}", "trainer.keep=1"]
+
+    assert main(run_file(tmp_path, *sets, f"trainer.save={out}")) == 2
+
+    assert f"trainer.save: {out} holds the model that the run began with" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert (out / "model.safetensors").exists()
+
+
+def test_a_kill_leaves_no_reference_log_probs_of_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_chats(tmp_path)
+    sets = ["trainer.job=dpo", "data.format=pairs", f"data.paths={tmp_path / 'pairs.jsonl'}"]
+    command = [*run_file(tmp_path, *sets), "--steps", "1"]
+    assert main(command) == 0
+    path = tmp_path / "run" / "data.reference.npy"
+    before = np.load(path)
+
+    def half(file: Any, values: Any, save: Any = np.save) -> None:
+        save(file, values * 0)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", half)
+        with suppress(KeyboardInterrupt):
+            main([*command, "--set", "model.attention=eager"])
+    assert not np.array_equal(np.load(path), before)
+
+    assert main(command) == 0
+
+    assert np.array_equal(np.load(path), before)
+
+
+def test_adapters_of_random_weights_are_not_exported_alone(tmp_path: Path) -> None:
+    write_chats(tmp_path)
+    assert main([*run_file(tmp_path, "model.lora.rank=4"), "--steps", "1"]) == 0
+
+    with pytest.raises(ConfigError, match=r"no adapters to use alone: model\.path has no"):
+        export_model(tmp_path / "run", tmp_path / "model", adapters=True)
+
+    export_model(tmp_path / "run", tmp_path / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_adapters_of_two_ranks_are_exported_by_one(tmp_path: Path, parallel: str) -> None:
+    write_chats(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path / "start")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    sets = ["model.lora.rank=4", f"trainer.parallel={parallel}", "stream.max_num_steps=4"]
+    sets.append(f"model.path={tmp_path / 'base'}")
+    assert main(run_file(tmp_path, *sets, f"trainer.out={tmp_path / 'one'}")) == 0
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = run_file(tmp_path, *sets, f"trainer.out={tmp_path / 'two'}")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, *launcher, "-m", "evenstep", *arguments]
+    subprocess.run(command, env=environment, check=True)
+
+    for adapters, file in ((True, "adapter_model.safetensors"), (False, "model.safetensors")):
+        folders = [tmp_path / f"{name}-{adapters}" for name in ("one", "two")]
+        for folder in folders:
+            export_model(tmp_path / folder.name.partition("-")[0], folder, adapters=adapters)
+        one, two = (load_file(folder / file) for folder in folders)
+        assert one.keys() == two.keys()
+        assert all("lora" in name for name in one) == adapters
+        for name, expected in one.items():
+            assert torch.allclose(two[name], expected, atol=1e-5), name

@@ -14,6 +14,7 @@ from transformers import get_scheduler
 from evenstep import Packed, Padded, Recipe, Steps
 from evenstep.cli import main
 from evenstep.config import FaultsError, OptimizerSettings
+from evenstep.data import Corpus
 from evenstep.errors import ConfigError
 from evenstep.trainer import train
 from tests.trainer.runs import logged, losses, settings, texts
@@ -52,6 +53,16 @@ def test_what_losses_depend_on_is_refused_by_name(
     assert "Set them back, or set trainer.out" in str(caught.value)
     assert (out / "settings.json").read_text() == before
     assert len(losses(out)) == 3
+
+
+@pytest.mark.parametrize("now", [None, 0.5, "held.jsonl"])
+def test_a_share_that_was_held_out_stays_held_out(tmp_path: Path, now: Any) -> None:
+    data, out = texts(tmp_path), tmp_path / "run"
+    (tmp_path / "held.jsonl").write_text('{"text": "held out"}\n')
+    now = str(tmp_path / now) if isinstance(now, str) else now
+    train(settings(out, data, stream=STEPS, data=Corpus(paths=data, validation=0.25)))
+    with pytest.raises(ConfigError, match=r"data\.validation was 0\.25, is"):
+        train(settings(out, data, data=Corpus(paths=data, validation=now)))
 
 
 def test_other_changes_are_noted_and_change_no_loss(

@@ -91,16 +91,16 @@ def compare_settings(
         for name in sorted(then.keys() | now.keys())
         if then.get(name) != now.get(name)
     }
-    return changed, [name for name in changed if _matters(name, now)]
+    return changed, [name for name in changed if _matters(name, changed[name], now)]
 
 
-def _matters(name: str, now: Mapping[str, Any]) -> bool:
+def _matters(name: str, change: tuple[Any, Any], now: Mapping[str, Any]) -> bool:
     cuts = now.get("overflow") not in ("error", "alone")
     names = (*_MATTERS, *_CUTS) if cuts else _MATTERS
     if name.startswith(_FREE) or (name == "trainer.beta" and now["trainer.job"] != "dpo"):
         return False
     if name == "data.validation":  # held-out files do not change what is trained on
-        return isinstance(now.get(name), float)
+        return any(isinstance(value, float) for value in change)
     return any(name == each or name.startswith(f"{each}.") for each in names)
 
 

@@ -377,8 +377,9 @@ def evaluate(
 def _batches(runner: Runner, items: Iterable[Any], device: Any) -> Iterator[Batch]:
     for item in items:
         batch = item if isinstance(item, Batch) else runner.collate(*item)
-        check_exchange(batch, runner.collective, compared=True)
-        batch = batch.between(runner.collective)
+        if batch.exchange is not None:
+            check_exchange(batch.exchange, runner.collective, compared=True)
+            batch = batch.between(runner.collective)
         yield batch if device is None else batch.to(device, non_blocking=True)
 
 

@@ -198,10 +198,7 @@ class Checkpoints:
                     continue
                 way = "Remove it to begin anew."
                 if older := paths[at + 1 :]:
-                    way = (
-                        f"Set trainer.fall_back=true to continue from {older[0].name} or an older "
-                        f"one."
-                    )
+                    way = f"Set trainer.fall_back=true to continue from {older[0].name} or older."
                 raise DamagedError(f"{error}. {way}") from None
             place = self._load(path, model, optimizer)
             if faults:
@@ -217,16 +214,11 @@ class Checkpoints:
     def _verify(self, path: Path) -> None:
         """Compare the checksums; ranks share the files. Raises alike on all ranks."""
         failure: EvenstepError | None = None
-        ranks = self.ranks
         try:
-            manifest = Manifest.load(path / _STATE)
-            _place_of(manifest, path)
-            manifest.check(path, sorted(manifest.files)[ranks.world.rank :: ranks.world.size])
-        except OSError as error:
-            failure = damaged(path, error.strerror or str(error))
+            verify(path, self.ranks.world.rank, self.ranks.world.size)
         except FileError as error:
             failure = error
-        ranks.agree(failure, DamagedError)
+        self.ranks.agree(failure, DamagedError)
 
     def _load(self, path: Path, model: Any, optimizer: Any) -> Place:
         """Load a checkpoint into model and optimizer, and this rank's random states."""
@@ -295,6 +287,16 @@ def complete(folder: Path) -> list[Path]:
 def read_place(path: Path) -> Place:
     """The place of a checkpoint."""
     return _place_of(Manifest.load(path / _STATE), path)
+
+
+def verify(path: Path, rank: int = 0, size: int = 1) -> None:
+    """Compare the checksums of a checkpoint: those of every `size`-th file, from `rank` on."""
+    try:
+        manifest = Manifest.load(path / _STATE)
+        _place_of(manifest, path)
+        manifest.check(path, sorted(manifest.files)[rank::size])
+    except OSError as error:
+        raise damaged(path, error.strerror or str(error)) from None
 
 
 def _place_of(manifest: Manifest, path: Path) -> Place:

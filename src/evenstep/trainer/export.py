@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from evenstep.config.runs import stored_model
+from evenstep.data.manifest import DamagedError
 from evenstep.errors import ConfigError, FileError
-from evenstep.trainer.checkpoints import complete, read_place
+from evenstep.trainer.checkpoints import complete, read_place, verify
 from evenstep.trainer.model import build
 
 
@@ -34,27 +36,38 @@ def export_model(
             f"{run} trained the example decoder, which is no Hugging Face model. Set model.path to "
             f"the config.json of one."
         )
-    if adapters and options.lora is None:
-        raise ConfigError(f"{run} has no adapters: model.lora was not set. Export the whole model.")
+    if adapters and (options.lora is None or Path(options.path).is_file()):
+        why = "model.lora was not set" if options.lora is None else "model.path has no weights"
+        raise ConfigError(f"{run} has no adapters to use alone: {why}. Export the whole model.")
+    check_target(out, options.path)
     path = _checkpoint_of(run, checkpoint)
-    torch.manual_seed(seed)  # random weights behind adapters are those of the run
-    if options.lora is None:
-        with torch.device("meta"):
-            model: Any = build(options, 0)
-        model = model.to(_dtype_of(Path(options.path))).to_empty(device="cpu")
-    else:
+    try:
+        verify(path)
+    except DamagedError as error:
+        raise DamagedError(f"{error}. Name another with --checkpoint.") from None
+    stored, dtype = _stored_names(path), _dtype_of(Path(options.path))
+    with torch.device("meta"):
+        model: Any = build(replace(options, lora=None), 0)
+    if options.lora is None and stored >= model.state_dict().keys():
+        model = model.to(dtype).to_empty(device="cpu")
+        model.tie_weights()
+    else:  # what is not trained is not in checkpoints; random weights are those of the run
+        torch.manual_seed(seed)
         model = build(options, 0)
-    _load(path, model)
+    _load(path, stored, model)
     model.eval()
     if options.lora is not None and not adapters:
-        model = model.merge_and_unload().to(_dtype_of(Path(options.path)))
+        model = model.merge_and_unload()
+    model = model if adapters else model.to(dtype)
     beside = out.with_name(f".{out.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     try:
         beside.parent.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(beside)
         _copy_tokenizer(tokenizer, beside)
-        _replace(beside, out)
+        if out.exists():
+            shutil.rmtree(out)
+        beside.rename(out)
     except OSError as error:
         raise FileError(f"{out} cannot be written ({error.strerror or error}).") from None
     finally:
@@ -79,15 +92,16 @@ def _checkpoint_of(run: Path, name: str | None) -> Path:
     return paths[name]
 
 
-def _load(path: Path, model: Any) -> None:
+def _stored_names(path: Path) -> set[str]:
+    """The names of the weights in a checkpoint."""
+    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name.removeprefix("model.") for name in names if name.startswith("model.")}
+
+
+def _load(path: Path, stored: set[str], model: Any) -> None:
     """Read the trained weights of a checkpoint into the model."""
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    weights = {
-        name: each
-        for name, each in model.state_dict().items()
-        if f"model.{name}" in stored and isinstance(each, torch.Tensor)
-    }
-    missing = sum(name.startswith("model.") for name in stored) - len(weights)
+    weights = {name: each for name, each in model.state_dict().items() if name in stored}
+    missing = len(stored) - len(weights)
     if missing:
         raise FileError(
             f"{path} has {missing} weights that the model lacks. Set model.path of the run to the "
@@ -124,11 +138,14 @@ def _copy_tokenizer(tokenizer: str | None, folder: Path) -> None:
     generation.save_pretrained(folder)
 
 
-def _replace(beside: Path, out: Path) -> None:
-    """Give a complete folder its name; an earlier export there is replaced."""
-    if out.exists():
-        known = out.is_dir() and ((out / "config.json").exists() or not any(out.iterdir()))
-        if not (known or (out / "adapter_config.json").exists()):
-            raise FileError(f"{out} exists and is not an exported model. Name another folder.")
-        shutil.rmtree(out)
-    beside.rename(out)
+def check_target(out: Path, model: str | None) -> None:
+    """Refuse to replace anything but an earlier export, or the model that a run began with."""
+    if model is not None and out.resolve() in (Path(model).resolve(), Path(model).resolve().parent):
+        raise ConfigError(f"{out} holds the model that the run began with. Name another folder.")
+    if not out.exists():
+        return
+    inside = {path.name: path.is_dir() for path in out.iterdir()} if out.is_dir() else {"": True}
+    inside.pop("additional_chat_templates", None)
+    known = any(name in inside for name in ("config.json", "adapter_config.json"))
+    if inside and (not known or any(inside.values())):
+        raise FileError(f"{out} exists and is not an exported model. Name another folder.")

@@ -10,7 +10,7 @@ from evenstep.config.runs import run_faults
 from evenstep.config.settings import Settings
 from evenstep.core.recipe import World
 from evenstep.data.corpus import Corpus
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, EvenstepError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,8 @@ def job_of(settings: Settings, source: str = "", ranks: int | None = None) -> Jo
 
 def _not_here(settings: Settings, size: int) -> list[str]:
     """What the settings name that this process does not have: files, processes, a device."""
-    from evenstep.trainer.ranks import device_of  # imports torch
+    from evenstep.trainer.export import check_target  # imports torch
+    from evenstep.trainer.ranks import device_of
 
     faults = [] if settings.data is None else settings.data.faults()
     path, dp = settings.model.path, settings.recipe.topology.dp
@@ -58,4 +59,9 @@ def _not_here(settings: Settings, size: int) -> list[str]:
         device_of(settings.trainer.device)
     except ConfigError as error:
         faults.append(f"trainer.{error}")
+    try:
+        if settings.trainer.save:
+            check_target(Path(settings.trainer.save), path)
+    except EvenstepError as error:
+        faults.append(f"trainer.save: {error}")
     return faults

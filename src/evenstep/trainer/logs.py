@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evenstep.config.settings import TrainerSettings
 from evenstep.core.plan_file import replace_file
 from evenstep.data.source import digest_of
 from evenstep.errors import ConfigError
@@ -56,7 +55,9 @@ def writers(job: Job, ranks: Ranks, step: int) -> Iterator[Callable[[Mapping[str
     if not ranks.first:
         yield lambda values: None
         return
-    trackers = [_tracker(name, job, step) for name in _names(job.settings.trainer)]
+    settings = job.settings.trainer
+    names = dict.fromkeys([*settings.log, *["tensorboard"] * settings.tensorboard])
+    trackers = [_tracker(name, job, step) for name in names]
     log, line = Log(job.folder / "log.jsonl", step), RunProgress(job.steps, step)
 
     def write(values: Mapping[str, Any]) -> None:
@@ -73,11 +74,6 @@ def writers(job: Job, ranks: Ranks, step: int) -> Iterator[Callable[[Mapping[str
             each.close()
         for tracker in trackers:
             tracker.finish()
-
-
-def _names(settings: TrainerSettings) -> tuple[str, ...]:
-    """The trackers of a run."""
-    return tuple(dict.fromkeys([*settings.log, *["tensorboard"] * settings.tensorboard]))
 
 
 def _tracker(name: str, job: Job, step: int) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from evenstep.config.settings import TrainerSettings
 from evenstep.config.training import ModelSettings, OptimizerSettings
@@ -71,7 +72,7 @@ def wrapped(model: nn.Module, settings: TrainerSettings, ranks: Ranks) -> Any:
 def forward_for(model: Any, settings: TrainerSettings, device: torch.device) -> Forward:
     """How the model is called: in mixed precision if asked for."""
     forward = forward_of(model)
-    if settings.precision == "float32" or (settings.parallel == "fsdp2" and _is_sharded(model)):
+    if settings.precision == "float32" or isinstance(model, FSDPModule):
         return forward  # fully_shard casts weights and inputs itself
 
     def cast(model: Any, batch: Any) -> Any:
@@ -122,17 +123,9 @@ def _checkpoint(model: Any, layers: list[Any]) -> None:
 
 
 def _sharded(model: Any, settings: TrainerSettings) -> Any:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     policy = MixedPrecisionPolicy()
     if settings.precision == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in layers_of(model):
         fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
-
-
-def _is_sharded(model: Any) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(model, FSDPModule)

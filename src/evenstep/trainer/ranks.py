@@ -110,11 +110,7 @@ def joined(device: str | None) -> Iterator[Ranks]:
             torch.distributed.new_group(backend="gloo", timeout=_LONG) for _ in range(2)
         )
         yield Ranks(
-            world=world,
-            device=chosen,
-            collective=Distributed(),
-            slow=slow,
-            background=background,
+            world=world, device=chosen, collective=Distributed(), slow=slow, background=background
         )
     finally:
         if not ready:

@@ -36,13 +36,7 @@ from evenstep.trainer.job import Job, job_of
 from evenstep.trainer.logs import Log, writers
 from evenstep.trainer.model import adamw, build, cost_of, forward_for, peak_flops, wrapped
 from evenstep.trainer.ranks import Ranks, joined, reserved
-from evenstep.trainer.samples import (
-    Samples,
-    fitted,
-    recipe_for,
-    stored_samples,
-    with_references,
-)
+from evenstep.trainer.samples import Samples, fitted, recipe_for, stored_samples, with_references
 
 _WATCH_S = 300.0  # without a sign of life, a rank counts as failed
 

@@ -138,6 +138,7 @@ def with_references(
         options: Any = {"collective": ranks.collective, "forward": forward, "device": ranks.device}
         values = sum_log_probs(model, samples.file, recipe, **options).numpy()
         if ranks.first:
+            beside.unlink(missing_ok=True)  # a kill leaves no key beside other values
             with path.open("wb") as file:
                 np.save(file, values)
             replace_file(beside, key.encode())
