@@ -218,6 +218,7 @@ if TYPE_CHECKING:
     from evenstep.testing.plans import shortest_first
     from evenstep.train import collectives as collectives_module
     from evenstep.train import model_head
+    from evenstep.train import prefetch as prefetch_module
     from evenstep.train import runner as runner_module
     from evenstep.train.collectives import Bundle, gather
     from evenstep.train.compiling import layers_of
@@ -225,9 +226,10 @@ if TYPE_CHECKING:
     from evenstep.train.gradients import Gradients, set_aside, sum_gradients
     from evenstep.train.model_head import ModelHead
     from evenstep.train.normalization import weighted
+    from evenstep.train.prefetch import Prefetch
     from evenstep.train.result import Timings
     from evenstep.train.rollouts import array_of, tensor_of
-    from evenstep.train.runner import LossFunction, Prefetch
+    from evenstep.train.runner import LossFunction
     from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
     from evenstep.train.watch import _is_consequence
     from evenstep.trainer import run as run_module

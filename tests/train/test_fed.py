@@ -19,7 +19,7 @@ from evenstep.tensors import cross_entropy
 from evenstep.testing import run_ranks
 from evenstep.train import Collective, Runner, Watch
 from tests.examples import examples
-from tests.internals import Layout, runner_module
+from tests.internals import Layout, prefetch_module
 from tests.train.on_ranks import feeding, run_fed
 from tests.train.running import Plan, expected, samples_of, steps_of, worlds
 from tests.train.steps import COLLATOR, LIMIT, Gradient, Work, distance, gradient_of, model_of
@@ -230,7 +230,7 @@ def test_empty_micro_batches_can_be_sharded_by_context_parallel_ranks() -> None:
 def test_waiting_for_samples_can_be_interrupted(
     prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "_JOIN_TIMEOUT", 600.0)  # hangs if it is reached
+    monkeypatch.setattr(prefetch_module, "_JOIN_TIMEOUT", 600.0)  # hangs if it is reached
     store = distributed.HashStore()
     with pytest.raises(KeyError), Watch(rank=1, size=2, store=store, timeout=30):
         raise KeyError("odd \ud800")

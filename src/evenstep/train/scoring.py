@@ -38,7 +38,8 @@ from evenstep.train.collectives import Alone, Bundle, Collective
 from evenstep.train.framework import Forward, device_of, forward_of
 from evenstep.train.model_head import Answer, Heads
 from evenstep.train.normalization import ByLoss, split_divisor, weighted
-from evenstep.train.runner import Prefetch, Runner
+from evenstep.train.prefetch import Prefetch
+from evenstep.train.runner import Runner
 from evenstep.train.sharing import check_sharing
 from evenstep.train.step_loss import StepLoss
 
