@@ -677,6 +677,6 @@ def test_ranks_agree_where_the_loss_is_computed(tmp_path: Path) -> None:
     ids = forest(rng, 10)
     samples = samples_of(rng, ids)[:-1]
     _, expected = gradient(decoder(), alone(ids), samples, policy_gradient(ratio="sequence"))
-    for ended in run_processes(2, run_large_and_small, tmp_path, seed, limit=60):
+    for ended in run_processes(2, run_large_and_small, tmp_path, seed, limit=300):
         assert ended.status == 0, ended.output
         assert max(errors_of_parameters(ended.result, expected).values()) <= 1e-12
