@@ -1,4 +1,4 @@
-"""What is noted when a batch is copied to a device, so that nobody waits for the device later.
+"""What is noted when a batch is copied to a device, so that losses do not wait for the device.
 
 On `meta`, tensors have no values: what is known of them was noted.
 """

@@ -1,7 +1,7 @@
 """Losses from the hidden states of a model, computed where its last layer would make logits.
 
 For the time of a forward, the last layer is replaced: it gets the hidden states, runs the losses on
-them and returns one number per token in place of the logits, which nobody reads. So hooks, wrappers
+them and returns one number per token in place of the logits, which are not read. So hooks, wrappers
 and gathered weights (DDP, fully_shard) are those of any forward of the model.
 
     hidden states -> [last layer: losses of hidden states, a chunk of logits at a time] -> blanks
