@@ -329,13 +329,7 @@ class FullyShard(Framework):
     def recover(self) -> None:
         """End what is in flight and drop gradients that were not exchanged, which fully_shard would
         add to those of the next step."""
-        root = self.model._get_fsdp_state()
-        if root._is_root is not None:  # it ran a forward
-            reset = getattr(self.model, "reset_iter_state", None)  # torch >= 2.13
-            if reset is None:
-                _reset_state(root)
-            else:
-                reset()
+        end_forward(self.model)
         for group in self._groups:
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
@@ -346,6 +340,19 @@ class FullyShard(Framework):
                 if event is not None:
                     event.synchronize()
                     parameter.grad_offload_event = None
+
+
+def end_forward(model: Any) -> None:
+    """End a forward of fully_shard that raised: without it, weights stay gathered."""
+    if not isinstance(model, FSDPModule):
+        return
+    root = model._get_fsdp_state()
+    if root._is_root is not None:  # it ran a forward
+        reset = getattr(model, "reset_iter_state", None)  # torch >= 2.13
+        if reset is None:
+            _reset_state(root)
+        else:
+            reset()
 
 
 def reshard(model: Any) -> None:

@@ -29,7 +29,14 @@ from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head
 from evenstep.tensors.losses import PerSequence, Sums, select_output
-from evenstep.train.framework import ASIDE, Forward, is_plain, undisturbed, unwrapped
+from evenstep.train.framework import (
+    ASIDE,
+    Forward,
+    end_forward,
+    is_plain,
+    undisturbed,
+    unwrapped,
+)
 
 SMALL = {"cuda": 2**24, "cpu": 2**30}
 """Logits of a micro-batch, by device, up to which they are computed at once. On a GPU, no more than
@@ -276,6 +283,7 @@ def _read_mode(
                 outputs = forward(model, batch.to(device))
             logits = select_output(outputs, "logits", 1, 3)
         except Exception as error:
+            end_forward(unwrapped(model))
             line = str(error).strip().partition("\n")[0]
             return f"a small forward raised {type(error).__name__}: {line}"
     if calls != 1:
