@@ -132,7 +132,10 @@ def main() -> None:
         "divided by the ranks). Without communication: lock-step, rank sum, and waves more than "
         "whole sequences. Priced: 50 GB/s and 2.5 ms per exchange and layer, over the ideal plus "
         "one fixed exchange where a plan shares; gain over whole sequences; tokens received over "
-        "rings of the next power of two ranks. `python benchmarks/spans.py` makes this page.",
+        "rings of the next power of two ranks. Constants of the search were tuned on these seeds. "
+        "In rings, a sequence has the ranks of its plan, rounded up to a power of two; with ranks "
+        "by cost instead, ratios were up to 1.8 priced. `python benchmarks/spans.py` makes this "
+        "page.",
         "",
         "| setting | whole | shared, free | rank sum | more waves | priced / (ideal + exchange) | "
         "gain, mean (least) | received / rings | ms | × unshared |",
