@@ -233,8 +233,9 @@ if TYPE_CHECKING:
     from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
     from evenstep.train.watch import _is_consequence
     from evenstep.trainer import run as run_module
-    from evenstep.trainer.checkpoints import complete, read_place
+    from evenstep.trainer.checkpoints import Checkpoints, Place, complete, read_place
     from evenstep.trainer.job import Job as TrainJob
+    from evenstep.trainer.ranks import Ranks
     from evenstep.trainer.run import State, record
 
 

@@ -12,12 +12,21 @@ import pytest
 import torch
 from transformers import GPT2Config
 
+from evenstep import World
 from evenstep.cli import main
 from evenstep.config import ModelSettings
+from evenstep.train import Alone
 from evenstep.trainer import train
-from tests.internals import complete
+from tests.internals import Checkpoints, Place, Ranks, complete
 from tests.trainer.runs import losses, settings, texts
 
+ALONE = Ranks(
+    world=World(0, 1),
+    device=torch.device("cpu"),
+    collective=Alone(),
+    slow=None,
+    background=None,
+)
 CONFIG = """
 layout: {max_tokens: 512}
 steps: {samples: 6}
@@ -177,6 +186,29 @@ def test_a_disk_that_is_full_ends_the_run_with_one_line(
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000003", "step-000006"]
     assert main(["train", str(folder / "run.yaml")]) == 0
     assert losses(folder / "run") == losses(folder / "whole")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux")
+def test_a_checkpoint_starts_no_second_pool_of_threads(tmp_path: Path) -> None:
+    """With one, torch waits otherwise: every step after a checkpoint took 1.2 times as long."""
+    model = torch.nn.Linear(512, 512)
+    optimizer = torch.optim.AdamW(model.parameters())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        model(torch.ones(64, 512)).sum().backward()  # starts the first pool
+        optimizer.step()
+        checkpoints = Checkpoints(tmp_path, 1, ALONE)
+        before = len(list(Path("/proc/self/task").iterdir()))
+        checkpoints.save(Place(1, None), model, optimizer)
+        checkpoints.finish()
+        after = len(list(Path("/proc/self/task").iterdir()))
+        checkpoints.wait()
+    finally:
+        torch.set_num_threads(threads)
+
+    assert [path.name for path in complete(tmp_path)] == ["step-000001"]
+    assert after - before < 4
 
 
 def test_fewer_steps_than_are_done_are_refused(
