@@ -111,4 +111,4 @@ def test_a_bottleneck_of_samples_that_share_names_no_remedy_that_is_refused() ->
     bottleneck = str(make_plan([20, 20, 400], recipe, prefixes=prefixes).stats()["bottleneck"])
     assert bottleneck.startswith("sample 2 with 400 tokens costs")
     assert "context parallelism" not in bottleneck
-    assert "Take more samples per step" in bottleneck
+    assert "Set sharing=Sharing(), so that ranks share it, or take more samples" in bottleneck

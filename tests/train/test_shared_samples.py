@@ -23,6 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from evenstep import (
+    Cost,
     Packed,
     Plan,
     PlannedStream,
@@ -97,15 +98,36 @@ def on_threads(model: Any, plan: Plan, samples: Any, loss: Any, **options: Any) 
     return run_ranks(plan.num_ranks, run)
 
 
+def planned_forest(rng: np.random.Generator, ids: list[list[int]], ranks: int, trees: bool) -> Plan:
+    """What `make_plan` makes of a forest, in which ranks share the long samples."""
+    longest = max(map(len, ids))
+    options: dict[str, Any] = {
+        "layout": Packed(max_tokens=int(rng.integers(longest // 2 + 1, longest + 8))),
+        "topology": Topology(dp=ranks),
+        "cost": Cost(per_token=1, per_pair=float(rng.choice([0, 1])), per_moved=0, per_exchange=0),
+        "sharing": Sharing(),
+    }
+    prefixes = find_prefixes(ids) if trees else None
+    return make_plan([len(each) for each in ids], Recipe(**options), prefixes=prefixes)
+
+
+def lengthened(rng: np.random.Generator, ids: list[list[int]]) -> None:
+    """Some samples go on for several times as many tokens as others have."""
+    for at in rng.choice(len(ids), 2, replace=False):
+        ids[at] = ids[at] + rng.integers(0, VOCABULARY, int(rng.integers(8, 26))).tolist()
+
+
 def check(
     seed: int, model: Any, loss: str, normalization: Any, tolerance: float, ranks: int = 3,
-    trees: bool = False, **options: Any,
+    trees: bool = False, planned: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
-    ids = forest(rng)
+    ids = forest(rng, 14 if planned else 8)
+    if planned:
+        lengthened(rng, ids)
     samples = samples_of(rng, ids)
     ids.append([1, 2])
-    plan = shared_plan(rng, ids, ranks, trees)
+    plan = (planned_forest if planned else shared_plan)(rng, ids, ranks, trees)
     found = on_threads(model, plan, samples, LOSSES[loss], normalization=normalization, **options)
     single, expected = gradient(
         model, alone(ids), samples, LOSSES[loss](), normalization=normalization
@@ -135,11 +157,19 @@ def test_gradients_of_shared_samples_are_those_of_single_samples(
     check(seed, decoder(), loss, norm, 1e-12, ranks, trees, mode=mode)
 
 
+@settings(max_examples=25)
+@given(*CASES[:4], CASES[5])
+def test_gradients_of_planned_forests_are_those_of_single_samples(
+    seed: int, loss: str, norm: Any, ranks: int, mode: str
+) -> None:
+    check(seed, decoder(), loss, norm, 1e-12, ranks, trees=True, planned=True, mode=mode)
+
+
 @pytest.mark.slow
 @settings(max_examples=600)
-@given(*CASES, st.sampled_from(["decoder", "windowed", "llama", "float32"]))
+@given(*CASES, st.sampled_from(["decoder", "windowed", "llama", "float32"]), st.booleans())
 def test_gradients_of_many_plans(
-    seed: int, loss: str, norm: Any, ranks: int, trees: bool, mode: str, kind: str
+    seed: int, loss: str, norm: Any, ranks: int, trees: bool, mode: str, kind: str, planned: bool
 ) -> None:
     kinds: dict[str, Callable[[], Any]] = {
         "decoder": decoder, "windowed": lambda: decoder(window=3), "llama": llama,
@@ -153,6 +183,7 @@ def test_gradients_of_many_plans(
         1e-6 if kind == "float32" else 1e-12,
         ranks,
         trees,
+        planned,
         mode=mode,
     )
 
@@ -568,13 +599,10 @@ def test_plans_that_differ_are_an_error_on_all_ranks_before_the_first_exchange(h
 
 def run_shared(rank: int, size: int, how: str, seed: int, trees: bool) -> Any:
     """Two steps of the same plan; the gradient of the second."""
-    rng = np.random.default_rng(seed)
-    ids = forest(rng, 10)
-    samples = samples_of(rng, ids)[:-1]
-    plan = shared_plan(rng, ids, size, trees)
+    plan, _, samples = plan_on_processes(how, size, seed, trees)
     batches = [COLLATE(micro, samples) for micro in plan[0, rank]]
     graph = decoder()
-    model, _ = wrapped(graph, how.replace("aot", ""), size)
+    model, _ = wrapped(graph, how.replace("aot", "").replace("planned", ""), size)
     if "aot" in how:
         model = torch.compile(model, backend="aot_eager", fullgraph=True)
     runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
@@ -582,6 +610,17 @@ def run_shared(rank: int, size: int, how: str, seed: int, trees: bool) -> Any:
         model.zero_grad()
         runner.run(batches)
     return any(batch.exchange is not None for batch in batches), gradient_of(model)
+
+
+def plan_on_processes(how: str, size: int, seed: int, trees: bool) -> tuple[Plan, Any, Any]:
+    """(plan, ids, samples) that every process and the test make by themselves."""
+    rng = np.random.default_rng(seed)
+    ids = forest(rng, 10)
+    if "planned" in how:
+        lengthened(rng, ids)
+    samples = samples_of(rng, ids)[:-1]
+    plan = (planned_forest if "planned" in how else shared_plan)(rng, ids, size, trees)
+    return plan, ids, samples
 
 
 HOWS = [
@@ -592,8 +631,11 @@ HOWS = [
     "ddp checkpoint",
     "fsdp checkpoint",
     "plain aot",
+    "plain planned",
+    "ddp planned",
+    "fsdp planned",
 ]
-FAST = {("ddp checkpoint", 2), ("fsdp", 2)}
+FAST = {("ddp checkpoint", 2), ("fsdp", 2), ("ddp planned", 2)}
 
 
 def killed_in_an_exchange(rank: int, size: int) -> str:
@@ -632,12 +674,13 @@ def test_a_rank_that_dies_inside_an_exchange_ends_all(tmp_path: Path) -> None:
     ],
 )
 def test_processes_share_samples(how: str, size: int, tmp_path: Path) -> None:
-    seed = 6
-    rng = np.random.default_rng(seed)
-    ids = forest(rng, 10)
-    samples = samples_of(rng, ids)[:-1]
+    seed, trees = 6, size == 2 or "planned" in how
+    plan, ids, samples = plan_on_processes(how, size, seed, trees)
+    if "planned" in how:
+        assert plan.segments.is_shared.any()
+        assert plan.segments.shares_slots
     _, expected = gradient(decoder(), alone(ids), samples, cross_entropy())
-    for ended in run_processes(size, run_shared, tmp_path, how, seed, size == 2):
+    for ended in run_processes(size, run_shared, tmp_path, how, seed, trees):
         assert ended.status == 0, ended.output
         shares, ours = ended.result
         assert shares

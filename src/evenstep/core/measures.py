@@ -226,10 +226,12 @@ class Floors:
         recipe, segments, counted = plan.recipe, plan.whole_segments, plan.own
         if segments.parent is not None:
             # What ranks share counts once, in one piece, where its first part is.
-            counted = segments.parent != ELSEWHERE
+            first = segments.parent != ELSEWHERE
             length = np.where(segments.is_shared, plan.ends(segments.sample), segments.length)
             whole = segments.sample, segments.start, length
-            segments = Segments(*(column[counted] for column in whole))
+            segments = Segments(*(column[first] for column in whole))
+            counted = counted.copy()
+            counted[counted] = first
         self.segments, self.counted, self.steps = segments, counted, plan.num_steps
         self.recipe, sample = recipe, segments.sample
         starts = plan.segment_offsets[plan.cell_offsets[:: plan.num_ranks]]
@@ -556,8 +558,6 @@ def bottleneck(table: StepTable, steps: slice) -> str:
     if table.plan.num_ranks > 1 and (ratio > _MUCH).any() and not shares:
         first = int((ratio > _MUCH).argmax())
         remedy = f"Set sharing=Sharing(), so that ranks share it, {_MORE_SAMPLES}."
-        if table.floors.behind is not None:  # both are refused with prefixes
-            remedy = "Take more samples per step (fewer updates)."
         return (
             f"{_most_expensive(table, steps.start + first)} costs {ratio[first]:.2f} times the "
             f"mean load of a rank, so ranks cannot be even. {remedy}"

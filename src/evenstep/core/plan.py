@@ -574,11 +574,12 @@ class Plan:
     @property
     def whole_segments(self) -> Segments:
         """The samples' own segments, each with the tokens that it sees in front of itself."""
-        segments, parents = self.segments, self.parents
-        if parents is None:
+        segments, parent = self.segments, self.segments.parent
+        if parent is None or not segments.shares_slots:
             return segments
-        behind = np.where(parents < 0, 0, segments.start)
-        columns = segments.sample, segments.start - behind, segments.length + behind
+        behind = np.where(parent < 0, 0, segments.start)
+        above = np.minimum(parent, -1)  # of parts that ranks share
+        columns = segments.sample, segments.start - behind, segments.length + behind, above
         return Segments(*(column[self.own] for column in columns))
 
     @property

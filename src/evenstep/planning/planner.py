@@ -277,10 +277,10 @@ class _Work:
             units = self.units
             if total > 1:
                 segments, units = self.segments.take(chosen), units.of_segments(chosen)
-            if self.prefixes is not None:
+            if recipe.sharing is not None:
+                decided.append(share_sequences(segments, units, recipe, self.prefixes))
+            elif self.prefixes is not None:
                 decided.append(share_prefixes(segments, units, recipe, wanted, self.prefixes))
-            elif recipe.sharing is not None:
-                decided.append(share_sequences(segments, units, recipe))
             else:
                 decided.append(decide_step(segments, units, recipe, wanted))
             if progress is not None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import (
     ELSEWHERE,
     FloatArray,
@@ -26,7 +27,7 @@ from evenstep.core.recipe import Recipe
 from evenstep.errors import PlanError
 from evenstep.planning.kernels import kernel, rise, sink
 from evenstep.planning.step import DecidedStep, decide_step
-from evenstep.planning.trees import time_of
+from evenstep.planning.trees import share_prefixes, time_of
 from evenstep.planning.units import Units
 
 _LEVEL = 1.0003  # loads over their mean that are level
@@ -453,9 +454,11 @@ class _Candidate(NamedTuple):
 class _Sharing:
     """The units of one step, the dearest first, and its candidates."""
 
-    def __init__(self, segments: Segments, units: Units, recipe: Recipe) -> None:
+    def __init__(
+        self, segments: Segments, units: Units, recipe: Recipe, prefixes: Prefixes | None
+    ) -> None:
         sharing, capacity = recipe.sharing, recipe.capacity
-        self.plain = replace(recipe, sharing=None)
+        self.plain, self.prefixes = replace(recipe, sharing=None), prefixes
         assert sharing is not None
         assert capacity is not None
         self.segments, self.recipe, self.original = segments, recipe, units
@@ -467,22 +470,30 @@ class _Sharing:
         longest = int(units.size.max(initial=1))
         self.received = sharing.max_received or max(capacity, longest)
         self.parts = sharing.most_ranks or self.ranks
-        self.slots, self.work = (
-            offsets_of(self.units.size),
-            np.append(0.0, self.units.cost.cumsum()),
+        size, cost = units.size, units.cost
+        if prefixes is not None:  # computed once by what ranks do not share
+            order, forks = prefixes.forks(segments, np.zeros_like(size))
+            behind = np.empty_like(forks)
+            behind[order] = forks
+            size = segments.length - behind
+            cost = recipe.cost.of_lengths(size, behind)
+        # Sums over the dearest units, where ranks share them and where they do not.
+        self.slots, self.rest_slots = offsets_of(self.units.size), offsets_of(size[self.order])
+        self.work, self.rest_work = (
+            np.append(0.0, each[self.order].cumsum()) for each in (units.cost, cost)
         )
-        self.ideal = float(self.work[-1]) / self.ranks
+        self.ideal = float(self.rest_work[-1]) / self.ranks
 
     def candidates(self, fewest: int) -> list[_Candidate]:
         """The candidates with `fewest` waves or one more, the most promising first."""
-        per_wave, total = self.capacity * self.ranks, int(self.slots[-1])
+        per_wave, total = self.capacity * self.ranks, int(self.rest_slots[-1])
         counts = set()
         least = max(divided_up(int(self.slots[self.must]), per_wave), 1)
         for waves in (fewest, fewest + 1):
             for shared in range(least, min(least + _WAVES - 1, waves) + 1):
                 for fill in _FILLS:
                     rest = int(fill * per_wave * (waves - shared))
-                    count = max(int(np.searchsorted(self.slots, total - rest)), self.must, 1)
+                    count = max(int(np.searchsorted(self.rest_slots, total - rest)), self.must, 1)
                     if self.slots[count] <= per_wave * shared:
                         counts.add((shared, waves, count))
         return sorted(self.candidate(*each) for each in counts)
@@ -502,7 +513,8 @@ class _Sharing:
         waits += self.waiting(count, waves - shared)
         if count < len(self.units):
             waits += _UNEVEN * float(self.units.cost[count]) * (waves - shared)
-        time = self.ideal + shared * cost.exchange + waves * cost.per_micro_batch + waits
+        ideal = (self.work[count] + self.rest_work[-1] - self.rest_work[count]) / self.ranks
+        time = ideal + shared * cost.exchange + waves * cost.per_micro_batch + waits
         whole = (self.ranks * (wave + 1) for wave in range(full))
         return _Candidate(time, shared, waves, count, (*whole, *ends.tolist()))
 
@@ -512,14 +524,14 @@ class _Sharing:
         The k waves with the dearest units hold at most their slots, so that they do at most the
         work of the dearest tokens, and a unit that these slots cannot hold is in another wave.
         """
-        cost, slots = self.units.cost, self.slots
+        cost, slots, work = self.units.cost, self.rest_slots, self.rest_work
         if waves == 0 or count == len(cost):
             return 0.0
         if self.recipe.sync_every == "step":
-            return max(0.0, float(cost[count] - (self.work[-1] - self.work[count]) / self.ranks))
+            return max(0.0, float(cost[count] - (work[-1] - work[count]) / self.ranks))
         ends = slots[count] + np.arange(min(waves, 8)) * (self.capacity * self.ranks)
         first = np.searchsorted(slots, ends[ends < slots[-1]], "right") - 1
-        done = np.append(self.work[first[1:] + 1], self.work[-1]) - self.work[count]
+        done = np.append(work[first[1:] + 1], work[-1]) - work[count]
         return max(0.0, float((np.cumsum(cost[first]) - done / self.ranks).max()))
 
     def share(self, candidate: _Candidate) -> tuple[float, list[tuple[int, IntArray]]]:
@@ -555,7 +567,13 @@ class _Sharing:
         if waves == 0 or not len(chosen):
             return _NOTHING
         units = self.original.of_segments(chosen)
-        return decide_step(self.segments.take(chosen), units, self.plain, waves)
+        return self.unshared(self.segments.take(chosen), units, waves)
+
+    def unshared(self, segments: Segments, units: Units, waves: int | None) -> DecidedStep:
+        """The step of these units without sharing between ranks, in so many waves."""
+        if self.prefixes is None:
+            return decide_step(segments, units, self.plain, waves)
+        return share_prefixes(segments, units, self.plain, waves, self.prefixes)
 
     def step(
         self, waves: int, shared: list[tuple[int, IntArray]], rest: DecidedStep
@@ -573,9 +591,8 @@ class _Sharing:
         if len(rest.segments):
             micro = rest.micro // rest.per_rank * waves + len(shared) + rest.micro % rest.per_rank
             whole = rest.segments
-            columns.append(
-                (whole.sample, whole.start, whole.length, np.full(len(micro), -1), micro)
-            )
+            parent = np.full(len(micro), -1) if whole.parent is None else whole.parent
+            columns.append((whole.sample, whole.start, whole.length, parent, micro))
         joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
         row = np.zeros(len(joined[4]), np.int64)
         return DecidedStep(Segments(*joined[:4]), joined[4], row, waves, None)
@@ -621,13 +638,17 @@ _NONE = np.empty(0, np.int64)
 _NOTHING = DecidedStep(Segments(_NONE, _NONE, _NONE), _NONE, _NONE, 0, None)
 
 
-def share_sequences(segments: Segments, units: Units, recipe: Recipe) -> DecidedStep:
-    """Decide one step in which ranks share sequences, or not where that is as fast."""
-    sharing = _Sharing(segments, units, recipe)
-    alone, time = None, np.inf
-    fewest = divided_up(int(units.size.sum()), sharing.capacity * sharing.ranks)
+def share_sequences(
+    segments: Segments, units: Units, recipe: Recipe, prefixes: Prefixes | None
+) -> DecidedStep:
+    """Decide one step in which ranks share sequences, or not where that is as fast.
+
+    A sequence that ranks share repeats its prefix; the others compute theirs once.
+    """
+    sharing = _Sharing(segments, units, recipe, prefixes)
+    fewest = divided_up(int(sharing.rest_slots[-1]), sharing.capacity * sharing.ranks)
     if not sharing.must:
-        alone = decide_step(segments, units, sharing.plain, None)
+        alone = sharing.unshared(segments, units, None)
         time, fewest = time_of(alone, recipe), alone.per_rank
         even = sharing.ideal * _EVEN + fewest * recipe.cost.per_micro_batch
         return (

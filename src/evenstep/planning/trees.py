@@ -63,7 +63,6 @@ def check_trees(recipe: Recipe, lengths: IntArray, names: IntArray, prefixes: Pr
         (by_name, "a balance or packer by name. Leave balance and layout.packer at defaults"),
         (recipe.equal_sizes or recipe.equal_tokens, "equal_sizes or equal_tokens. Unset them"),
         (recipe.second_work is not None, "second_work. Unset it"),
-        (recipe.sharing is not None, "sharing of sequences between ranks. Unset sharing"),
     ):
         if refused:
             raise ConfigError(f"prefixes cannot be shared with {reason}, or plan without prefixes.")
