@@ -129,6 +129,35 @@ def test_a_plan_with_shared_sequences_is_saved_reported_and_simulated(
     assert main(["simulate", "lengths.txt", *config[1:], *speed, "--json"]) == 0
 
 
+def test_prompts_and_sequences_are_shared_in_one_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = ["n,prompt,prompt_tokens", "900,x,10"]
+    rows += [f"{40 + 3 * (at % 7)},{at // 8},{25}" for at in range(48)]
+    Path("table.csv").write_text("\n".join(rows))
+    columns = ["table.csv", "--column", "n", "--groups", "prompt", "--prompts", "prompt_tokens"]
+    options = ["--max-tokens", "1000", "--ranks", "4", "--set", "groups=step"]
+    for name in ("most_ranks=null",):
+        options += ["--set", f"sharing.{name}"]
+    for name in ("per_moved", "per_exchange"):
+        options += ["--set", f"cost.{name}=0"]
+    assert main(["plan", *columns, *options, "--out", "s.evenstep", "--picture", "p.svg"]) == 0
+    said = capsys.readouterr().out
+    assert "tokens saved by sharing" in said
+    assert "shared sequences" in said
+    assert "shared prefix" in Path("p.svg").read_text()
+    plan = Plan.load("s.evenstep")
+    assert plan.segments.shares_slots
+    assert plan.segments.is_shared.any()
+    for command in (["check"], ["report"], ["report", "--out", "page.html"]):
+        assert main([command[0], "s.evenstep", *command[1:]]) == 0
+    capsys.readouterr()
+    assert main(["compare", *columns, *options, "--json"]) == 0
+    entries = {entry["strategy"]: entry for entry in printed(capsys)}
+    assert entries["prompts shared"]["modelled_time"] < entries["your settings"]["modelled_time"]
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep import Packed, Plan, Recipe, Steps, Topology, find_prefixes, make_plan, violations
+from evenstep import (
+    Packed,
+    Plan,
+    Prefixes,
+    Recipe,
+    Steps,
+    Topology,
+    find_prefixes,
+    make_plan,
+    violations,
+)
 from evenstep.errors import InputError, PlanError
 from tests.forests import forest
 from tests.internals import ELSEWHERE, join_plans, on_fewer_ranks, step_plan
@@ -67,6 +77,23 @@ def test_plans_that_share_samples_are_valid_and_ranks_agree(
                 parent = micro.segments.parent
                 front = 0 if parent is None else micro.segments.start[parent == ELSEWHERE].sum()
                 assert len(received) == front
+
+
+def test_a_part_sees_what_other_ranks_hold_and_is_in_no_tree() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=20), topology=Topology(dp=2))
+    plan = make_plan([9, 5, 4], recipe, prefixes=Prefixes(np.arange(3), np.array([0, 3, 3])))
+    first, part = [(0, 0, 5, -1)], (0, 5, 4, ELSEWHERE)
+    tree = [(1, 0, 2, -1), (1, 2, 3, 0), (2, 2, 2, 0)]
+    good = plan_of_cells(plan, [[first], [[*tree, part]]])
+    assert violations(good) == []
+    assert good.stats()["shared_tokens_saved"] == 2
+    wrong = {
+        "parents_first": [first, [tree[0], (0, 2, 7, 0), *tree[1:]]],  # behind others' prefix
+        "prefixes_equal": [[*first, (1, 5, 1, 0)], [*tree, part]],  # in front of others
+        "not all its parts see": [[(0, 0, 2, -1), (0, 2, 3, 0)], [*tree, part]],  # a tree itself
+    }
+    for fault, rows in wrong.items():
+        assert fault in str(violations(plan_of_cells(plan, [[each] for each in rows])))
 
 
 def test_an_exchange_by_hand() -> None:

@@ -231,9 +231,8 @@ def check_parts(plan: Plan, lengths: list[int]) -> None:
         for rank, micros in enumerate(ranks):
             for wave, micro in enumerate(micros):
                 parents = micro.segments.parent
-                for at, (sample, start, length) in enumerate(
-                    zip(micro.segments.sample, micro.segments.start, micro.segments.length)
-                ):
+                columns = micro.segments.sample, micro.segments.start, micro.segments.length
+                for at, (sample, start, length) in enumerate(zip(*columns, strict=True)):
                     shared = plan.segments.is_shared & (plan.segments.sample == sample)
                     if not shared.any():
                         continue

@@ -52,6 +52,8 @@ from evenstep.testing import run_ranks
 from evenstep.train import (
     Distributed,
     GroupMean,
+    RolloutBatch,
+    RolloutPlan,
     Runner,
     SequenceMean,
     TokenMean,
@@ -396,19 +398,26 @@ def test_streams_of_shared_plans_run_and_resume_within_a_step(seed: int) -> None
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_step_that_shares_samples_resumes_within_it_on_any_ranks(ranks: int) -> None:
+@pytest.mark.parametrize("trees", [False, True])
+def test_a_step_that_shares_samples_resumes_within_it_on_any_ranks(ranks: int, trees: bool) -> None:
     rng = np.random.default_rng(5)
     lengths = [40, 34, *rng.integers(1, 9, 30).tolist()]
-    source = InMemory([{"input_ids": rng.integers(0, 9, n).tolist()} for n in lengths])
+    ids = [rng.integers(0, 9, n).tolist() for n in lengths]
+    if trees:
+        ids[2:] = [[1, 2, 3, 4, 5, *tokens] for tokens in ids[2:]]
+    lengths, source = [len(tokens) for tokens in ids], InMemory([{"input_ids": t} for t in ids])
+    prefixes = find_prefixes(ids) if trees else None
 
     def streams(size: int) -> list[PlannedStream]:
         recipe = Recipe(layout=Packed(max_tokens=24), topology=Topology(dp=size), sharing=Sharing())
-        return [PlannedStream(source, recipe, world=World(rank, size)) for rank in range(size)]
+        worlds = [World(rank, size) for rank in range(size)]
+        return [PlannedStream(source, recipe, world=at, prefixes=prefixes) for at in worlds]
 
     (whole,) = zip(*streams(4), strict=True)
     plan = whole[0].plan
     assert plan is not None
     assert plan.segments.is_shared.any()
+    assert plan.segments.shares_slots == trees
     done = {(i, t) for step in whole for i, t in tokens_of(step.micro_batches[:1])}
     state = streams(4)[0].cursor(StreamPosition().within(4, 1)).to_dict()
     rests = streams(ranks)
@@ -436,16 +445,64 @@ def test_a_planned_step_that_shares_has_the_gradient_of_single_samples() -> None
         assert max(errors_of_parameters(ours, expected).values()) <= 1e-12
 
 
+def run_rollouts(ranks: Any, model: Any, plan: RolloutPlan, batch: RolloutBatch) -> Any:
+    """What a rank computes of the rows that a controller sends it: log-probs and a gradient."""
+    mine, model = batch.select(plan.rows_of(ranks.rank)), copy.deepcopy(model)
+    scores, rows = [], []
+    for step in plan.steps(mine, World(ranks.rank, ranks.size)):
+        collective = ranks if ranks.size > 1 else None
+        scores += compute_log_probs(model, step, collective=collective)
+        rows.append(step.own_sample_ids)
+    runner = Runner(model=model, loss=policy_gradient(), collective=ranks, collate=mine.collator())
+    for step in plan.steps(mine, World(ranks.rank, ranks.size)):
+        runner.run(step)
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    return scores, np.concatenate(rows), gradients
+
+
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_rollouts_that_ranks_share_have_the_gradient_of_single_rows(prefixes: bool) -> None:
+    torch.manual_seed(0)
+    lengths = [40, 34, *(9 + at % 4 for at in range(14))]
+    ids = torch.randint(0, VOCABULARY, (16, 40))
+    ids[2:, :7] = torch.arange(7)  # one prompt
+    extras = {"old_log_probs": torch.randn(16, 40).double(), "advantages": torch.randn(16).double()}
+    batch = RolloutBatch({"input_ids": ids, **extras}, lengths=lengths, padding_side="right")
+    free = Cost(per_token=1, per_pair=1, per_moved=0, per_exchange=0)
+    layout, topology = Packed(max_tokens=36), Topology(dp=3)
+    recipe = Recipe(layout=layout, topology=topology, cost=free, sharing=Sharing())
+    plan = batch.plan(recipe, share_prefixes=prefixes)
+    assert plan.epochs[0].segments.is_shared.any()
+    assert plan.epochs[0].segments.shares_slots == prefixes
+    alone = batch.plan(Recipe(layout=Packed(max_tokens=40)))
+    model = decoder()
+    (one,) = run_ranks(1, lambda ranks: run_rollouts(ranks, model, alone, batch))
+    ran = run_ranks(3, lambda ranks: run_rollouts(ranks, model, plan, batch))
+    # Ranks that share a row have its results alike: one of them is kept.
+    scores, rows = (
+        [each for ours, _, _ in ran for each in ours],
+        np.concatenate([r[1] for r in ran]),
+    )
+    assert len(rows) > len(batch)
+    rows, first = np.unique(rows, return_index=True)
+    restored = batch.restore_tokens([scores[at] for at in first], rows)
+    expected = batch.restore_tokens(one[0], one[1])
+    assert torch.allclose(restored, expected, rtol=0, atol=1e-12)
+    for _, _, gradients in ran:
+        assert max(errors_of_parameters(gradients, one[2]).values()) <= 1e-12
+
+
 def tokens_of(micros: Any) -> list[tuple[int, int]]:
-    """(sample, token) of all slots."""
-    return [
-        (sample, token)
-        for micro in micros
-        for sample, start, length in zip(
-            micro.segments.sample.tolist(), micro.segments.start, micro.segments.length, strict=True
-        )
-        for token in range(start, start + length)
-    ]
+    """(sample, token) of all slots; those of a shared prefix once per sample."""
+    pairs = []
+    for micro in micros:
+        segments, own = micro.segments, micro.own
+        behind = np.zeros(len(own)) if segments.parent is None else segments.parent >= 0
+        first = np.where(behind > 0, 0, segments.start)
+        end = segments.start + segments.length
+        for at in np.flatnonzero(own).tolist():
+            pairs += [(int(segments.sample[at]), t) for t in range(first[at], end[at])]
+    return pairs
 
 
 # Refused ------------------------------------------------------------------------------------------

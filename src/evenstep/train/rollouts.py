@@ -156,7 +156,10 @@ def places_of(rows: ArrayLike, numbers: IntArray) -> IntArray:
         )
     twice = np.flatnonzero(np.bincount(at) > 1)
     if len(twice):
-        raise InputError(f"row {numbers[twice[0]]} is given twice. Pass each row once.")
+        raise InputError(
+            f"row {numbers[twice[0]]} is given twice. Pass each row once; of a row that ranks "
+            f"share, the result of one of them."
+        )
     return at
 
 
