@@ -146,13 +146,13 @@ def test_waves_are_close_to_the_most_even_contiguous_ones() -> None:
 
 
 @examples(60)
-@given(some_units(30), st.integers(2, 4), st.integers(0, 2), st.booleans())
+@given(some_units(30), st.integers(2, 4), st.integers(0, 2))
 def test_lowering_the_levels_of_waves_never_makes_them_slower(
-    units: Rows, ranks: int, more: int, relative: bool
+    units: Rows, ranks: int, more: int
 ) -> None:
     waves = -(-fewest_cuts(units.starts) // ranks) + more
     ends = even_waves(units, starts_of(cheapest_cuts(units, ranks, waves), ranks, waves), ranks)
-    lowered = lower_levels(units, ends, ranks, waves, relative, 20_000)
+    lowered = lower_levels(units, ends, ranks, waves, 20_000)
     assert_within_limits(units, lowered)
     assert len(lowered) <= waves * ranks
     before, after = (levels_of(units, cut, ranks, waves).sum() for cut in (ends, lowered))
@@ -168,12 +168,11 @@ def test_moves_keep_the_limits_and_never_make_the_slowest_rank_slower(
     ends = even_blocks(units, 0, len(units.price), ranks * waves)
     dealt = deal_blocks(units, ends, ranks, waves, "stride")
     before = np.bincount(dealt, block_costs(units, ends) - units.empty, ranks).max()
-    ends, dealt, time = slowest_lowered(units, ends, dealt, ranks, waves, 20_000)
+    ends, dealt = slowest_lowered(units, ends, dealt, ranks, waves, 20_000)
     assert_within_limits(units, ends)
     assert np.bincount(dealt, minlength=ranks).max() <= waves
-    load = np.bincount(dealt, block_costs(units, ends) - units.empty, ranks)
-    assert load.max() == pytest.approx(time)
-    assert time <= before * (1 + 1e-12)
+    after = np.bincount(dealt, block_costs(units, ends) - units.empty, ranks).max()
+    assert after <= before * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(("sync_every", "time"), [("micro_batch", 60 + 60), ("step", 61.1)])

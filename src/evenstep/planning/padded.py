@@ -42,12 +42,11 @@ _TRIALS = 6  # bisections of one level
 _ROUNDS = 20  # of lowering all levels
 _CAPS = 5  # between the most expensive blocks of the even and of the cheapest cut
 _IMPROVED = 2  # cuts whose slowest rank is lowered
-_TURNS = 2  # times the blocks of one cut are dealt
 _MANY = 2048  # blocks up to which several cuts are improved
 _REFINED = 2**14  # blocks that are dealt by the refined balance
-_WORK = 200_000  # blocks tried while levels or the slowest rank are lowered
+_WORK = 100_000  # blocks tried while levels or the slowest rank are lowered
 _FARTHEST = 64  # blocks between the two that exchange a unit
-_NARROWER, _WIDER, _SWAP, _MOVE, _MERGE, _SPLIT = -1, 1, 0, 2, 3, 4
+_NARROWER, _WIDER, _SWAP, _MOVE = -1, 1, 0, 2
 TINY = 24  # units up to which all assignments are tried
 FEW = 256  # units that are exchanged
 EVEN = 1 + 1e-9  # a time this close to its floor is final
@@ -231,11 +230,9 @@ class _Divider:
             rows, ranks = self.rows, self.ranks
             if len(rows.price) <= _SHIFTED:
                 cuts += [cut for cut in self._even_waves(count) if len(cut)]
-            ends = min(cuts, key=lambda cut: float(levels_of(rows, cut, ranks, count).sum()))
-            yield self.dealt(ends, count, "refined", "micro_batch")
-            for relative in (True, False):
-                ends = lower_levels(rows, ends, ranks, count, relative, _WORK)
-            yield self.dealt(ends, count, "refined", "micro_batch")
+            for ends in cuts:  # where levels end depends on their start
+                ends = lower_levels(rows, ends, ranks, count, _WORK)
+                yield self.dealt(ends, count, "refined", "micro_batch")
         if count >= self.fewest_shared:
             yield self.shared.address(count)
 
@@ -601,14 +598,12 @@ def even_level(units: Rows, start: int, end: int, most: int) -> float:
 
 
 @kernel
-def blocks_in_waves(
-    units: Rows, levels: FloatArray, ranks: int, relative: bool
-) -> tuple[IntArray, int]:
+def blocks_in_waves(units: Rows, levels: FloatArray, ranks: int) -> tuple[IntArray, int]:
     """(ends of blocks such that each wave of `ranks` blocks keeps its level, blocks tried).
 
     There are no ends if the levels are too low.
 
-    Each block goes to the wave whose level it leaves least of: as a share of it if `relative`.
+    Each block goes to the wave whose level it leaves the least share of.
 
     rows of 8 and 5, 5, 1 x 8 with 2 ranks and levels 8, 5 -> 8 and 1 x 8; 5 and 5
     """
@@ -627,9 +622,7 @@ def blocks_in_waves(
             i = block_start(units, j, levels[wave])
             if i == j:
                 continue
-            unused = levels[wave] - block_cost(units, i, j)
-            if relative:
-                unused /= levels[wave]
+            unused = 1 - block_cost(units, i, j) / levels[wave]
             if unused < least:
                 chosen, start, least = wave, i, unused
         if chosen < 0:
@@ -651,9 +644,7 @@ def levels_of(units: Rows, ends: IntArray, ranks: int, waves: int) -> FloatArray
 
 
 @kernel
-def lower_levels(
-    units: Rows, ends: IntArray, ranks: int, waves: int, relative: bool, work: int
-) -> IntArray:
+def lower_levels(units: Rows, ends: IntArray, ranks: int, waves: int, work: int) -> IntArray:
     """The ends after levels are lowered, one by one and one at the expense of another.
 
     A level falls by a share; the other rises by as little as bisection finds. The change is kept if
@@ -674,14 +665,14 @@ def lower_levels(
                     low, high = 0.0, gain * _LESS
                     if higher != lower:
                         trial[higher] += high
-                    found, tried = blocks_in_waves(units, trial, ranks, relative)
+                    found, tried = blocks_in_waves(units, trial, ranks)
                     work -= tried
                     if found.shape[0] == 0:
                         continue
                     for _ in range(_TRIALS if higher != lower else 0):
                         middle = (low + high) / 2
                         trial[higher] = levels[higher] + middle
-                        lower_ends, tried = blocks_in_waves(units, trial, ranks, relative)
+                        lower_ends, tried = blocks_in_waves(units, trial, ranks)
                         work -= tried
                         if lower_ends.shape[0]:
                             high, found = middle, lower_ends
@@ -735,16 +726,10 @@ def deal_blocks(
 
 
 def lower_slowest(units: Rows, ends: IntArray, ranks: int, waves: int) -> tuple[IntArray, IntArray]:
-    """(ends, rank of each block) after shifts and swaps, dealt again while that helps."""
-    rank_of, time = ends, np.inf
+    """(ends, rank of each block) after shifts and swaps."""
     balance = "refined" if len(ends) <= _REFINED else "lpt"
-    for _ in range(_TURNS if len(ends) <= _MANY else 1):
-        dealt = deal_blocks(units, ends, ranks, waves, balance)
-        cut, dealt, reached = slowest_lowered(units, ends, dealt, ranks, waves, _WORK)
-        if reached >= time * (1 - 1e-9):
-            break
-        ends, rank_of, time = cut, dealt, reached
-    return ends, rank_of
+    dealt = deal_blocks(units, ends, ranks, waves, balance)
+    return slowest_lowered(units, ends, dealt, ranks, waves, _WORK)
 
 
 def _slowest(units: Rows, ends: IntArray, rank_of: IntArray, ranks: int) -> float:
@@ -814,80 +799,19 @@ def chain(
 
 
 @kernel
-def best_merge(
-    units: Rows,
-    ends: IntArray,
-    costs: FloatArray,
-    rank_of: IntArray,
-    load: FloatArray,
-    block: int,
-    limit: float,
-) -> tuple[float, int]:
-    """(slower of the two ranks, the neighbour) if `block` joins a neighbour on another rank."""
-    heavy = rank_of[block]
-    best, found = limit, -1
-    for other in (block - 1, block + 1):
-        if not 0 <= other < ends.shape[0] or rank_of[other] == heavy:
-            continue
-        low, high = min(block, other), max(block, other)
-        start = ends[low - 1] if low > 0 else 0
-        if units.starts[ends[high]] > start:
-            continue
-        joined = block_cost(units, start, ends[high]) - units.empty
-        r = rank_of[other]
-        reached = max(load[heavy] - costs[block], load[r] - costs[other] + joined)
-        if reached < best:
-            best, found = reached, other
-    return best, found
-
-
-@kernel
-def best_split(
-    units: Rows,
-    ends: IntArray,
-    load: FloatArray,
-    heavy: int,
-    spare: int,
-    block: int,
-    limit: float,
-) -> tuple[float, int, bool]:
-    """(slower rank, where `block` is cut, whether its narrow part leaves) of the best split.
-
-    The part that leaves goes to the rank `spare`, which may be the same one.
-    """
-    start = ends[block - 1] if block > 0 else 0
-    end = ends[block]
-    best, found, narrow = limit, -1, True
-    whole = block_cost(units, start, end)
-    for cut in range(start + 1, end, max(1, (end - start) // _FARTHEST)):
-        below, above = block_cost(units, start, cut), block_cost(units, cut, end)
-        if spare == heavy:
-            reached = load[heavy] - whole + below + above - units.empty
-            if reached < best:
-                best, found = reached, cut
-            continue
-        for leaving, staying in ((below, above), (above, below)):
-            reached = max(load[heavy] - whole + staying, load[spare] + leaving - units.empty)
-            if reached < best:
-                best, found, narrow = reached, cut, leaving == below
-    return best, found, narrow
-
-
-@kernel
 def slowest_lowered(
     units: Rows, ends: IntArray, rank_of: IntArray, ranks: int, waves: int, work: int
-) -> tuple[IntArray, IntArray, float]:
-    """(ends, rank of each block, time it reaches) after moves that lower the slowest rank.
+) -> tuple[IntArray, IntArray]:
+    """(ends, rank of each block) after moves that lower the slowest rank.
 
-    A rank runs at most `waves` blocks; the time counts empty ones as 0. Stops after about `work`
-    blocks are looked at.
+    A rank runs at most `waves` blocks. Stops after about `work` blocks are looked at.
     """
     ends, rank_of = ends.copy(), rank_of.copy()
     load = np.zeros(ranks)
     held = np.zeros(ranks, np.int64)
     change = np.zeros(ranks)
+    count = ends.shape[0]
     while True:
-        count = ends.shape[0]
         costs = block_costs(units, ends) - units.empty
         load[:] = 0.0
         held[:] = 0
@@ -902,7 +826,7 @@ def slowest_lowered(
         if work <= 0:
             break
         best = load[heavy] * _LESS
-        block, other, kind, narrow = -1, -1, _SWAP, True
+        block, other, kind = -1, -1, _SWAP
         for b in range(count):
             if rank_of[b] != heavy or work <= 0:
                 continue
@@ -915,16 +839,10 @@ def slowest_lowered(
                 reached = max(load[heavy] - costs[b] + costs[c], load[r] + costs[b] - costs[c])
                 if r != heavy and reached < best:
                     best, block, other, kind = reached, b, c, _SWAP
-            reached, c = best_merge(units, ends, costs, rank_of, load, b, best)
-            if c >= 0:
-                best, block, other, kind = reached, b, c, _MERGE
-            if spare >= 0:
+            if spare >= 0 and spare != heavy:
                 reached = max(load[heavy] - costs[b], load[spare] + costs[b])
-                if spare != heavy and reached < best:
+                if reached < best:
                     best, block, kind = reached, b, _MOVE
-                reached, c, lower = best_split(units, ends, load, heavy, spare, b, best)
-                if c >= 0:
-                    best, block, other, kind, narrow = reached, b, c, _SPLIT, lower
             work -= 3 * _FARTHEST + count
         work -= count + ranks
         if block < 0:
@@ -933,17 +851,7 @@ def slowest_lowered(
             rank_of[block] = spare
         elif kind == _SWAP:
             rank_of[block], rank_of[other] = rank_of[other], heavy
-        elif kind == _MERGE:
-            low = min(block, other)
-            kept = rank_of[other]
-            ends = np.concatenate((ends[:low], ends[low + 1 :]))
-            rank_of = np.concatenate((rank_of[:low], rank_of[low + 1 :]))
-            rank_of[low] = kept
-        elif kind == _SPLIT:
-            ends = np.concatenate((ends[:block], np.array([other]), ends[block:]))
-            rank_of = np.concatenate((rank_of[:block], rank_of[block : block + 1], rank_of[block:]))
-            rank_of[block if narrow else block + 1] = spare
         else:
             for b in range(min(block, other), max(block, other)):
                 ends[b] -= kind
-    return ends, rank_of, load.max()
+    return ends, rank_of
