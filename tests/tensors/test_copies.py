@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from evenstep.tensors import Batch, label_log_probs
+from evenstep.tensors import Batch, Collator, label_log_probs
+from tests.forests import micro_of
 from tests.internals import labelled_slots, on_host
 from tests.tensors.batches import batch_of
 
@@ -34,6 +35,17 @@ def test_labels_that_are_changed_on_the_device_are_looked_at_again() -> None:
     assert not is_noted(replace(moved, labels=moved.labels.clone()).labels)
     moved.labels.flatten()[2:4].fill_(-100)
     assert not is_noted(moved.labels)
+
+
+def test_labels_and_keys_of_shared_prefixes_are_noted() -> None:
+    ids = [[1, 2, 3, 4], [1, 2, 3, 5]]
+    batch = Collator()(micro_of(ids, range(2)), [{"input_ids": each} for each in ids])
+    moved = batch.to("meta")
+    assert len(labelled_slots(moved.labels)) == 4
+    assert len(labelled_slots(moved.unshared.labels)) == 6
+    assert batch.keys is not None
+    assert moved.keys is not None
+    assert on_host(moved.keys.cu_seqlens).tolist() == batch.keys.cu_seqlens.tolist()
 
 
 def test_boundaries_are_those_that_were_copied() -> None:

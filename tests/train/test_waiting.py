@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep import Packed, Padded, PlannedStream, Recipe, Steps
+from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, find_prefixes
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.tensors import Collator, Extra, cross_entropy, policy_gradient
 from evenstep.train import (
@@ -49,7 +49,13 @@ def decoder() -> Any:
 
 
 def run_on_meta(
-    monkeypatch: pytest.MonkeyPatch, model: Any, layout: Layout, loss: Any, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    model: Any,
+    layout: Layout,
+    loss: Any,
+    *,
+    share: bool = False,
+    **options: Any,
 ) -> None:
     """Run a step of several micro-batches, up to where its numbers are read."""
 
@@ -59,10 +65,12 @@ def run_on_meta(
 
     monkeypatch.setattr(runner_module.StepRun, "_finish", finish)
     monkeypatch.setattr(runner_module, "counts_of", lambda ran, cost: {})
+    samples = samples_of([5, 9, 16, 3, 7, 12, 16, 2])
     stream = PlannedStream(
-        samples_of([5, 9, 16, 3, 7, 12, 16, 2]),
+        samples,
         Recipe(layout=layout, steps=Steps(samples=8), groups="micro_batch"),
         groups=list(range(8)),
+        prefixes=find_prefixes([each["input_ids"] for each in samples]) if share else None,
     )
     runner = Runner(
         model=model.to("meta"), loss=loss, device="meta", collate=Collator(extras=EXTRAS), **options
@@ -95,6 +103,15 @@ def test_several_losses_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         "policy": Loss(function=policy_gradient(kl_weight=0.0), normalization=SequenceMean()),
     }
     run_on_meta(monkeypatch, decoder(), LAYOUTS[0], losses, mode="deferred")
+
+
+def test_shared_prefixes_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {
+        "nll": Loss(function=cross_entropy()),
+        "policy": Loss(function=policy_gradient(), normalization=SequenceMean()),
+    }
+    options = {"mode": "deferred", "check_prefixes": False}
+    run_on_meta(monkeypatch, decoder(), Packed(max_tokens=16), losses, share=True, **options)
 
 
 def test_a_loss_that_waits_is_an_error_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,17 +286,23 @@ class Slots(_Movable):
         """Copy to a device; `non_blocking` needs pinned memory."""
         moved = _Movable.to(self, device, non_blocking)  # slots have made another class of this
         if self.device.type == "cpu" != moved.device.type and not moved.labels.is_inference():
-            slots = _find_labels(self.labels)
-            slots = slots.pin_memory() if moved.device.type == "cuda" else slots
-            slots = slots.to(device, non_blocking=non_blocking)
-            _labelled[moved.labels] = moved.labels._version, slots
+            for here, there in zip(self._all_labels, moved._all_labels, strict=True):
+                slots = _find_labels(here)
+                slots = slots.pin_memory() if there.device.type == "cuda" else slots
+                _labelled[there] = there._version, slots.to(device, non_blocking=non_blocking)
         return moved
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory of the tensors until `stream`, which did not make them, has used it."""
         _Movable.record_stream(self, stream)
-        if self.labels in _labelled:
-            _labelled[self.labels][1].record_stream(stream)
+        for labels in self._all_labels:
+            if labels in _labelled:
+                _labelled[labels][1].record_stream(stream)
+
+    @property
+    def _all_labels(self) -> list[Tensor]:
+        """Those of the slots and, where samples share a prefix, those of the samples."""
+        return [self.labels] if self.tree is None else [self.labels, self.tree.samples.labels]
 
     @property
     def token_mask(self) -> Tensor:
@@ -356,9 +362,15 @@ class Batch(Slots):
         if self.device.type == "cpu" and moved.device.type != "cpu":
             here, there = Boundaries.of(self), Boundaries.of(moved)
             there.kept["one_per_row"], there.kept["full"] = here.one_per_row, self.is_full
-            if not moved.cu_seqlens.is_inference():  # these do not tell when they are changed
-                _on_host[moved.cu_seqlens] = moved.cu_seqlens._version, self.cu_seqlens.clone()
+            for ends, copied in zip(self._all_ends, moved._all_ends, strict=True):
+                if not copied.is_inference():  # these do not tell when they are changed
+                    _on_host[copied] = copied._version, ends.clone()
         return moved
+
+    @property
+    def _all_ends(self) -> list[Tensor]:
+        """The boundaries of the tiles, and those of their keys where they differ."""
+        return [self.cu_seqlens] if self.keys is None else [self.cu_seqlens, self.keys.cu_seqlens]
 
     @property
     def is_full(self) -> bool:
