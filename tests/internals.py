@@ -120,7 +120,6 @@ if TYPE_CHECKING:
     from evenstep.integrations.hf_attention import (
         Hints,
         _read,
-        _shared_row,
         _traced,
         attention_function,
         rule_of,

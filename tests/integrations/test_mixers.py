@@ -22,8 +22,10 @@ from evenstep.integrations.huggingface import (
     register_mixer,
     supports_packing,
 )
+from evenstep.tensors import Collator
 from evenstep.testing import assert_no_leaks
 from evenstep.train import compute_log_probs
+from tests.forests import micro_of
 from tests.integrations.hybrids import (
     FAMILIES,
     alone,
@@ -34,7 +36,7 @@ from tests.integrations.hybrids import (
     samples_of,
     together,
 )
-from tests.internals import _shared_row, mixers, row_groups
+from tests.internals import mixers, row_groups
 from tests.slow.kinds import kind_of
 from tests.slow.measure import error_of
 from tests.slow.tiny_configs import tiny_config
@@ -182,10 +184,11 @@ def test_our_attention_runs_beside_layers_on_rows() -> None:
 
 
 def test_samples_cannot_share_prefixes_in_a_model_that_carries_state() -> None:
-    model = hybrid("qwen3_next", "evenstep")
+    model, ids = hybrid("qwen3_next", "evenstep"), [[3, 4, 5, 6], [3, 4, 5, 7]]
+    shared = Collator()(micro_of(ids, range(2)), [{"input_ids": each} for each in ids])
 
     with pytest.raises(ConfigError, match="layers that carry state from token to token"):
-        hf_forward(model)(model, _shared_row(torch.arange(3, 8)))
+        hf_forward(model)(model, shared)
 
 
 def test_the_loss_of_the_model_itself_is_that_of_samples_alone() -> None:

@@ -276,6 +276,22 @@ def test_recurrent_layers_are_refused() -> None:
         Runner(model=model, loss=cross_entropy()).run([batch])
 
 
+@pytest.mark.parametrize("names", [("key_slots",), ("key_slots", "cu_seq_lens_k")])
+def test_layers_that_do_not_pass_on_the_slots_of_keys_are_refused(names: tuple[str, ...]) -> None:
+    model = llama()
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+
+    def without(*args: Any, **keywords: Any) -> Any:
+        return forward(*args, **{k: each for k, each in keywords.items() if k not in names})
+
+    attention.forward = without
+    ids = forest(np.random.default_rng(1))
+    batch = Collator()(micro_of(ids, range(len(ids))), [{"input_ids": each} for each in ids])
+    with pytest.raises(ConfigError, match=r"LlamaAttention does not receive .*without prefixes"):
+        Runner(model=model, loss=cross_entropy()).run([batch])
+
+
 def test_a_head_scores_each_slot_once() -> None:
     rng = np.random.default_rng(1)
     ids = forest(rng)

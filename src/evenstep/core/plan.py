@@ -270,7 +270,7 @@ class MicroBatch:
     @property
     def own(self) -> BoolArray:
         """Which segments are a sample's own: all but those that others see in front."""
-        return _own(self.segments.parent, len(self.segments))
+        return own_segments(self.segments.parent, len(self.segments))
 
     @property
     def parts(self) -> IntArray:
@@ -358,7 +358,7 @@ class MicroBatch:
         )
 
 
-def _own(above: IntArray | None, count: int) -> BoolArray:
+def own_segments(above: IntArray | None, count: int) -> BoolArray:
     """Which of `count` segments are no parent of another; `above` are the parents."""
     own = np.ones(count, bool)
     if above is not None:
@@ -559,7 +559,7 @@ class Plan:
     @property
     def own(self) -> BoolArray:
         """Which segments are a sample's own: all but those that others see in front."""
-        return _own(self.parents, len(self.segments))
+        return own_segments(self.parents, len(self.segments))
 
     @property
     def parents(self) -> IntArray | None:

@@ -21,25 +21,20 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
-from evenstep.core.plan import MicroBatch
-from evenstep.core.ragged import Segments
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_arguments import configs_in, hf_kwargs, traits_of
 from evenstep.integrations.huggingface import BOUNDARIES_GIVEN, carries_state, support_of
 from evenstep.integrations.mixers import mixers_of
 from evenstep.integrations.probes import packed_row
-from evenstep.tensors.batch import Batch, BatchExchange, Boundaries, on_host
-from evenstep.tensors.collate import Collator
+from evenstep.tensors.batch import BatchExchange, Boundaries, on_host
 from evenstep.tensors.segment_attention import Call, attend
 from evenstep.train.framework import undisturbed
-from evenstep.train.sharing import difference_of
 
 __all__ = ["register_attention", "use_attention"]
 
@@ -194,9 +189,9 @@ _CALLS: ContextVar[list[tuple[nn.Module, Boundaries]] | None] = ContextVar("call
 """Where the attention function records its calls during that forward, instead of computing."""
 
 
-def fault_of(model: Any, *, shared: bool = False, **inputs: Any) -> str | None:
+def fault_of(model: Any, **inputs: Any) -> str | None:
     """Why a model that has this attention implementation would not run it within segments, by one
-    packed forward with recorded calls; None if it would. With `shared`, segments see others."""
+    packed forward with recorded calls; None if it would."""
     calls: list[tuple[nn.Module, Boundaries]] = []
     ran: list[nn.Module] = []  # attention layers, by their names
     roots = _roots(model)
@@ -210,22 +205,15 @@ def fault_of(model: Any, *, shared: bool = False, **inputs: Any) -> str | None:
         }
     try:
         tokens = torch.tensor(traits_of(roots[0]).plain_tokens(sum(_PAIR)))
-        batch = _shared_row(tokens) if shared else packed_row(tokens.split(_PAIR))
+        batch = packed_row(tokens.split(_PAIR))
         batch = batch.to(roots[0].get_input_embeddings().weight.device)
-        if shared:
-            for part in model.modules():  # of state-space, linear-attention and convolution layers
-                if isinstance(part, nn.Conv1d) and part.groups == part.in_channels:
-                    return "its recurrent layers see the slots in front, not those of the sample"
-            apart, allowed = difference_of(model, lambda m, b: m(**hf_kwargs(b, roots[0])), batch)
-            if not apart <= allowed:
-                return f"its outputs differ from those of whole samples by {apart:.1%}"
         with undisturbed(model), ExitStack() as stack:
             for part in model.modules():
                 if "attention" in type(part).__name__.lower():
                     hook = part.register_forward_pre_hook(lambda part, _: ran.append(part))
                     stack.callback(hook.remove)
             stack.callback(_CALLS.reset, _CALLS.set(calls))
-            model(**hf_kwargs(batch, roots[0] if shared or inside else None), **inputs)
+            model(**hf_kwargs(batch, roots[0] if inside else None), **inputs)
     except ConfigError as error:
         return str(error).rstrip(".")
     except Exception as error:
@@ -243,17 +231,7 @@ def fault_of(model: Any, *, shared: bool = False, **inputs: Any) -> str | None:
         if bounds.cu_seqlens.tolist() != batch.cu_seqlens.tolist():
             kind = type(module).__name__
             return f"its {kind} receives neither cu_seq_lens_q nor position_ids that restart"
-        if shared and bounds.index is None:
-            return f"its {type(module).__name__} does not receive the slots of its keys"
     return None
-
-
-def _shared_row(tokens: Tensor) -> Batch:
-    """Two samples that share a prefix."""
-    starts, parents = np.array([0, 2, 2]), np.array([-1, 0, 0])
-    segments = Segments(np.array([0, 0, 1]), starts, np.array([2, 2, 2]), parents)
-    micro = MicroBatch(segments, np.array([0, 3]), 6, np.array([4, 4, 4]))
-    return Collator()(micro, [{"input_ids": row} for row in (tokens[:-1], tokens[[0, 1, 2, 4]])])
 
 
 def _roots(model: Any) -> list[Any]:
@@ -288,11 +266,17 @@ def _refuse_lengths(
             f"cache, a prefix or another sequence. Pass use_cache=False, and generate with "
             f"attn_implementation='sdpa'."
         )
+    compiled = torch.compiler.is_compiling()
+    if key_slots is None and not compiled and "key_slots" in BOUNDARIES_GIVEN.get():
+        raise ConfigError(
+            f"{type(module).__name__} does not receive the slots of its keys, so samples cannot "
+            f"share prefixes, nor ranks samples. Plan without prefixes and without sharing."
+        )
     if ends is None and key_ends is not None:
         raise ConfigError("cu_seq_lens_k is given without cu_seq_lens_q. Pass both.")
     if ends is None or key_ends is None or ends is key_ends or key_slots is not None:
         return
-    compiled = torch.compiler.is_compiling()  # which must not read the device
+    # Compiled code must not read the device.
     if ends.shape != key_ends.shape or not (compiled or torch.equal(ends, key_ends)):
         raise ConfigError(
             "cu_seq_lens_q and cu_seq_lens_k differ. Pass the same boundaries for queries and keys."

@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
@@ -124,13 +124,12 @@ def _make_forward(
             second = "Pass forward=hf_forward(model, outputs='router_logits') and a second loss"
             refuse_router_loss(model, f"{second}, load_balancing")
         _check_attention(model)
-        if batch.tree is not None or batch.exchange is not None:
-            _check_shares(model, batch)
-        if isinstance(unwrapped(model), FSDPModule) or carries_state(unwrapped(model)):
-            # Its forwards communicate, so all ranks judge it now, packed batch or not. Layers that
-            # select tokens run on rows of equal length in padded batches as well.
-            support_of(unwrapped(model))
         sees = batch.tree is not None or batch.exchange is not None
+        if sees or isinstance(unwrapped(model), FSDPModule) or carries_state(unwrapped(model)):
+            # Its forwards communicate, so all ranks judge it now, packed batch or not. Layers that
+            # select tokens run on rows of equal length in padded batches as well. Segments that see
+            # others are refused where layers carry state.
+            support_of(unwrapped(model))
         on_unsupported = "raise" if sees else unsupported
         if one_segment_per_row(batch) or _may_pack(model, batch, on_unsupported):
             tensors = _run(model, batch, outputs)
@@ -167,15 +166,15 @@ def hf_head(model: Any) -> Head:
     )
 
 
-BOUNDARIES_GIVEN: ContextVar[bool] = ContextVar("boundaries_given", default=False)
-"""Whether a model runs to which our attention is given the boundaries of segments."""
+BOUNDARIES_GIVEN: ContextVar[Collection[str]] = ContextVar("boundaries_given", default=())
+"""The arguments of a model that runs, if our attention is given the boundaries of segments."""
 
 
 def _run(model: Any, batch: Batch, outputs: Outputs) -> dict[str, Tensor]:
     """What the model returns for a batch, (rows, width, ...) each, by its name."""
     kwargs = hf_kwargs(batch, model)
     given = "cu_seq_lens_q" in kwargs and _implementation_of(core_of(model)) == "evenstep"
-    before = BOUNDARIES_GIVEN.set(given)
+    before = BOUNDARIES_GIVEN.set(kwargs if given else ())
     try:
         return _outputs(model, batch, outputs, kwargs)
     finally:
@@ -235,7 +234,6 @@ def _hidden(model: Any, batch: Batch, layer: Any, kwargs: dict[str, Any]) -> Ten
 
 _WARNED: WeakSet[Any] = WeakSet()
 _CHECKED: WeakSet[Any] = WeakSet()
-_SHARES: WeakSet[Any] = WeakSet()
 
 
 def _check_attention(model: Any) -> None:
@@ -253,23 +251,6 @@ def _check_attention(model: Any) -> None:
             f"Use another implementation, with the padded layout."
         )
     _CHECKED.add(inner)
-
-
-def _check_shares(model: Any, batch: Batch) -> None:
-    """Refuse samples that share prefixes if the model's layers do not see what is in front."""
-    inner = unwrapped(model)
-    if inner in _SHARES:
-        return
-    hf_kwargs(batch, model)  # says what its arguments prevent
-    from evenstep.integrations.hf_attention import fault_of
-
-    # Forwards of fully_shard communicate, and other ranks may have no shared prefix here.
-    why = None if isinstance(inner, FSDPModule) else fault_of(inner, shared=True)
-    if why is not None:
-        raise ConfigError(
-            f"{type(inner).__name__} cannot share prefixes: {why}. Plan without prefixes."
-        )
-    _SHARES.add(inner)
 
 
 def _may_pack(model: Any, batch: Batch, unsupported: Unsupported) -> bool:

@@ -147,9 +147,12 @@ class Tree(_Movable):
         return values.flatten(0, 1).index_select(0, self.slots).unsqueeze(0)
 
     def of_slots(self, values: Tensor, count: int, fill: float) -> Tensor:
-        """(1, tokens) values of the samples, equal where slots are shared -> (1, count)."""
-        spread = values.new_full((count,), fill)
-        return spread.index_copy_(0, self.slots, values.flatten()).unsqueeze(0)
+        """(1, tokens) values of the samples -> (1, count): the largest of those that share a slot.
+
+        So a slot has its label where any of its samples has it in the loss.
+        """
+        spread = values.new_full((1, count), fill)
+        return spread.scatter_reduce_(1, self.slots[None], values, "amax", include_self=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

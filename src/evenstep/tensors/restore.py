@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.core.plan import MicroBatch, Plan, place
+from evenstep.core.plan import MicroBatch, Plan, own_segments, place
 from evenstep.core.ragged import (
-    BoolArray,
     IntArray,
     Segments,
     offsets_of,
@@ -147,7 +146,9 @@ def restore_sequences(
     """
     origin = Origin.of(work)
     numbers, chosen = origin.choose(results)
-    offsets, segments = origin.result_offsets, origin.leaves
+    own = own_segments(origin.parents, len(origin.segments))
+    offsets = offsets_of(own.astype(np.int64))[origin.segment_offsets]
+    segments = origin.segments.take(np.flatnonzero(own))
     for number, result in zip(numbers.tolist(), chosen, strict=True):
         expected = int(offsets[number + 1] - offsets[number])
         if not isinstance(result, Tensor) or result.shape[:1] != (expected,):
@@ -223,6 +224,7 @@ class Origin:
     widths: IntArray  # per micro-batch
     alignments: IntArray  # per micro-batch
     topology: Topology | None  # that the micro-batches were planned for, if known
+    parents: IntArray | None  # per segment, as in `Plan.parents`
 
     @classmethod
     def of(cls, work: Work) -> Origin:
@@ -239,6 +241,7 @@ class Origin:
                 work.widths,
                 np.full(work.num_micro_batches, work.recipe.topology.alignment),
                 work.recipe.topology,
+                work.parents,
             )
         items: Sequence[Any] = work.read_micro_batches if isinstance(work, Step) else work
         micros = [item.micro if isinstance(item, FedMicroBatch) else item for item in items]
@@ -259,13 +262,14 @@ class Origin:
             work,
             ids,
             lengths,
-            Segments(sample, start, length, _parents_of(segments)),
+            Segments(sample, start, length),
             _join(micro.sample_ends for micro in micros),
             offsets_of(_join(micro.row_offsets[1:] - micro.row_offsets[:-1] for micro in micros)),
             offsets_of(rows),
             widths,
             alignments,
             work.plan.recipe.topology if isinstance(work, Step) and work.plan else None,
+            _parents_of(segments),
         )
 
     def __len__(self) -> int:
@@ -323,37 +327,11 @@ class Origin:
         in_row = end[:-1] - end[self.row_offsets[row]]
         first = before[micro] + (row - self.micro_offsets[micro]) * self.widths[micro] + in_row
         here = owner = np.flatnonzero(before[micro] >= 0)
-        if self.segments.shares_slots:
-            owner, path = paths_of(self._parents)
-            chosen = self._leaves[owner] & (before[micro] >= 0)[owner]
+        if self.parents is not None:
+            owner, path = paths_of(self.parents)
+            chosen = (own_segments(self.parents, len(row)) & (before[micro] >= 0))[owner]
             owner, here = owner[chosen], path[chosen]
         return first[here], here, self.segments.sample[owner]
-
-    @property
-    def _parents(self) -> IntArray:
-        """The parent of each segment among all, -1 for none."""
-        parent = self.segments.parent
-        assert parent is not None
-        offsets = self.segment_offsets
-        return np.where(parent < 0, -1, parent + np.repeat(offsets[:-1], np.diff(offsets)))
-
-    @property
-    def _leaves(self) -> BoolArray:
-        """Whether no other segment sees each one in front of itself."""
-        leaves: BoolArray = np.ones(len(self.segments), bool)
-        if self.segments.shares_slots:
-            leaves[self._parents[self._parents >= 0]] = False
-        return leaves
-
-    @property
-    def leaves(self) -> Segments:
-        """The segments that have a result per sequence."""
-        return self.segments.take(np.flatnonzero(self._leaves))
-
-    @property
-    def result_offsets(self) -> IntArray:
-        """The first entry of each micro-batch in results per sequence, and their number."""
-        return offsets_of(self._leaves.astype(np.int64))[self.segment_offsets]
 
     def _whole(
         self, number: int, shape: tuple[int, int], result: Result, sharding: Sharding | None
@@ -480,10 +458,12 @@ class Origin:
 
 
 def _parents_of(segments: list[Segments]) -> IntArray | None:
-    """The parents of the segments of several micro-batches; None if no segment has one."""
-    if all(each.parent is None for each in segments):
+    """The parents of the segments of several micro-batches, counted from the first of all."""
+    if not any(each.shares_slots for each in segments):
         return None
-    return _join(np.full(len(s), -1) if s.parent is None else s.parent for s in segments)
+    first = offsets_of(np.array([len(each) for each in segments]))[:-1]
+    parents = [np.full(len(s), -1) if s.parent is None else s.parent for s in segments]
+    return _join(np.where(p < 0, -1, p + at) for p, at in zip(parents, first, strict=True))
 
 
 def _join(arrays: Iterable[IntArray]) -> IntArray:

@@ -143,15 +143,16 @@ def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
     leaves[tiles] = own
     loss_tokens = torch.zeros(len(leaves), dtype=torch.int64)
     loss_tokens[torch.from_numpy(leaves)] = samples.loss_tokens
-    shape = (1, micro.width)
+    shape, weights = (1, micro.width), samples.loss_weights.flatten()
+    loss_weights = weights.new_zeros(micro.width)
     batch = Batch(
         tokens=tree.of_slots(samples.tokens, micro.width, pad_token),
         targets=tree.of_slots(samples.targets, micro.width, IGNORE_INDEX),
-        labels=_labels(tree, micro.width),
+        labels=tree.of_slots(samples.labels, micro.width, IGNORE_INDEX),
         position_ids=torch.from_numpy(place + behind[number]).view(shape),
         place_ids=torch.from_numpy(place).view(shape),
         segment_ids=torch.from_numpy(number).view(shape),
-        loss_weights=_weights(tree, micro.width),
+        loss_weights=loss_weights.index_add_(0, tree.slots, weights).view(shape),
         cu_seqlens=torch.from_numpy(placement.offsets.astype(np.int32)),
         seqlens=torch.from_numpy(np.array(placement.real)),
         sample_ids=torch.from_numpy(sample_ids),
@@ -168,20 +169,6 @@ def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
     )
     _check_equal(tree, batch.labels, labels, "labels")
     return batch
-
-
-def _labels(tree: Tree, width: int) -> Tensor:
-    """(1, width): the label of each slot, if it is in the loss of any sample."""
-    labels = tree.samples.labels.flatten()
-    counts = labels != IGNORE_INDEX
-    spread = labels.new_full((width,), IGNORE_INDEX)
-    return spread.index_copy_(0, tree.slots[counts], labels[counts]).unsqueeze(0)
-
-
-def _weights(tree: Tree, width: int) -> Tensor:
-    """(1, width): the sum of the weights that samples give to each slot."""
-    weights = tree.samples.loss_weights.flatten()
-    return weights.new_zeros(width).index_add_(0, tree.slots, weights).unsqueeze(0)
 
 
 def _check_preorder(parent: IntArray, segment: IntArray, path: IntArray) -> None:
