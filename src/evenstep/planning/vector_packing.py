@@ -46,12 +46,26 @@ def vector_pack(
     >>> vector_pack(np.array([5, 5, 5, 4]), patches, 10, np.array([4.0])).tolist()
     [[0, 2], [1, 3]]
     """
+    return _packer(sizes, extra, capacity, caps).bins(enough)
+
+
+def spread_units(units: Units, capacity: int, packs: int) -> Ragged | None:
+    """The units of each of `packs` packs, within all limits; None if a unit fits nowhere.
+
+    Units are taken by the sum of their shares of all limits, largest first. Units that exceed a
+    limit by themselves come before all others. What was spread is kept, as in `vector_pack`.
+    """
+    return _packer(units.size, units.extra, capacity, units.caps).spread(packs)
+
+
+def _packer(sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray) -> LimitedPacker:
+    """The packer of these arrays: the latest one if it is theirs."""
     key = (id(sizes), id(extra), id(caps), capacity)
     if getattr(_LATEST, "key", None) != key:
         _LATEST.packer, _LATEST.key = LimitedPacker(sizes, extra, capacity, caps), key
         _LATEST.arrays = sizes, extra, caps  # kept, so that no other array has their ids
     packer: LimitedPacker = _LATEST.packer
-    return packer.bins(enough)
+    return packer
 
 
 class LimitedPacker:
@@ -64,7 +78,9 @@ class LimitedPacker:
     """
 
     def __init__(self, sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray) -> None:
-        taken, caps = limit_table(sizes, extra, capacity, caps)
+        taken = np.column_stack((sizes.astype(np.float64), extra))  # slots first
+        caps = np.append(float(capacity), caps)
+        self._limits, self._spread = (taken, caps), dict[int, Ragged | None]()
         over = (taken > caps).any(axis=1)
         self._alone, self._fitting = np.flatnonzero(over), np.flatnonzero(~over)
         taken = taken[self._fitting]
@@ -88,6 +104,19 @@ class LimitedPacker:
         bin_of[self._fitting] = packing
         bin_of[self._alone] = bins + np.arange(len(self._alone))
         return Ragged.group(bin_of, bins + len(self._alone))
+
+    def spread(self, packs: int) -> Ragged | None:
+        """The items of each of `packs` packs, spread over them; None if an item fits nowhere."""
+        if packs not in self._spread:
+            taken, caps = self._limits
+            pack_of = spread_kernel(taken, self._largest_first, caps, packs)
+            fits = len(pack_of) == len(taken)
+            self._spread[packs] = Ragged.group(pack_of, packs) if fits else None
+        return self._spread[packs]
+
+    @cached_property
+    def _largest_first(self) -> IntArray:
+        return largest_first(*self._limits)
 
     def _all(self) -> Iterator[IntArray]:
         """The packings that are known, then further ones."""
@@ -120,13 +149,6 @@ class LimitedPacker:
         bin_of, packs = spread_over(taken, caps, self._bound, most)
         if packs >= 0:
             yield bin_of
-
-
-def limit_table(
-    sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray
-) -> tuple[FloatArray, FloatArray]:
-    """(what each item takes of every limit, the limits), slots first."""
-    return np.column_stack((sizes.astype(np.float64), extra)), np.append(float(capacity), caps)
 
 
 def _orders(shares: FloatArray) -> list[IntArray]:
@@ -225,15 +247,10 @@ def scored_fit_kernel(
     return bin_of
 
 
-def spread_units(units: Units, capacity: int, packs: int) -> Ragged | None:
-    """The units of each of `packs` packs, within all limits; None if a unit fits nowhere.
-
-    Units are taken by the sum of their shares of all limits, largest first. Units that exceed a
-    limit by themselves come before all others.
-    """
-    taken, caps = limit_table(units.size, units.extra, capacity, units.caps)
-    pack_of, count = spread_over(taken, caps, packs, packs)
-    return Ragged.group(pack_of, packs) if count == packs else None
+def largest_first(taken: FloatArray, caps: FloatArray) -> IntArray:
+    """Items by the sum of their shares of all limits, those that exceed one first."""
+    shares = taken / np.maximum(caps, 1e-9)
+    return np.lexsort((-shares.sum(axis=1), ~(taken > caps).any(axis=1)))
 
 
 def spread_over(taken: FloatArray, caps: FloatArray, least: int, most: int) -> tuple[IntArray, int]:
@@ -242,9 +259,7 @@ def spread_over(taken: FloatArray, caps: FloatArray, least: int, most: int) -> t
     The distance from `least` is doubled until the items fit, then bisected: where they fit, they
     nearly always fit into more packs. From 10 on, where 14 are needed: 10, 11, 13, 17, 15, 14.
     """
-    shares = taken / np.maximum(caps, 1e-9)
-    alone = (taken > caps).any(axis=1)
-    order = np.lexsort((-shares.sum(axis=1), ~alone))
+    order = largest_first(taken, caps)
     best, packs = np.empty(0, np.int64), -1
     failed, count = least - 1, least  # items do not fit into `failed` packs, as far as tried
     while count <= most:
