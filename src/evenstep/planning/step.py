@@ -323,9 +323,11 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
             waves += 0 if tried else multiple
     if not tried:
         packer, enough = recipe.layout.packer or BEST_FIT, len(units)  # pack once: any are enough
-        bins = fill_bins(units, capacity, packer, recipe.seed, enough)
-        too_few, waves = waves - multiple, max(waves, waves_of(len(bins)))
+        too_few = waves - multiple
         # Under further limits, units that are spread may need far fewer packs than filled ones.
+        if not len(units.caps) or spread_units(units, capacity, waves * per_wave) is None:
+            bins = fill_bins(units, capacity, packer, recipe.seed, enough)
+            waves = max(waves, waves_of(len(bins)))
         while len(units.caps) and waves - too_few > max(multiple, waves // SPARED):
             middle = too_few + rounded_up((waves - too_few) // 2, multiple)
             middle = middle if middle < waves else middle - multiple
