@@ -231,6 +231,7 @@ if TYPE_CHECKING:
     from evenstep.train.runner import LossFunction
     from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
     from evenstep.train.watch import _is_consequence
+    from evenstep.trainer import export as export_module
     from evenstep.trainer import run as run_module
     from evenstep.trainer.checkpoints import Checkpoints, Place, complete, read_place
     from evenstep.trainer.job import Job as TrainJob

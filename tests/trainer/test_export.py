@@ -30,7 +30,7 @@ from evenstep.cli import main
 from evenstep.config import ModelSettings
 from evenstep.errors import ConfigError, FileError
 from evenstep.trainer import export_model, train
-from tests.internals import QUESTIONS, chat, complete, write_chats
+from tests.internals import QUESTIONS, chat, complete, export_module, write_chats
 from tests.trainer.runs import ROOT, logged, settings, texts
 
 GOOD = {question: answers[0] for question, answers in QUESTIONS.items()}
@@ -293,6 +293,59 @@ def test_only_an_earlier_export_is_replaced(
     assert f"trainer.save: {out} holds the model that the run began with" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert (out / "model.safetensors").exists()
+
+
+def test_a_run_is_exported_from_any_directory(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths of the run were relative to where it was started."""
+    shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("run"))
+    monkeypatch.chdir(tmp_path)
+    assert main([*run_file(Path("copy")), "--steps", "1"]) == 0
+    monkeypatch.chdir(trained)
+
+    export_model(tmp_path / "copy" / "run", tmp_path / "model")
+
+    assert len(answers(tmp_path / "model")) == len(QUESTIONS)
+    shutil.rmtree(tmp_path / "copy" / "start")
+    with pytest.raises(FileError, match=r"config\.json, which .* began with, does not exist"):
+        export_model(tmp_path / "copy" / "run", tmp_path / "other")
+
+
+def test_the_working_directory_is_not_replaced_and_a_link_remains(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is the working directory"):
+        export_model(trained / "run", Path())
+    link = tmp_path / "newest"
+    link.symlink_to("model")
+    for _ in range(2):
+        export_model(trained / "run", link)
+
+    assert link.is_symlink()
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_one_sentence(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    build = vars(export_module)["build"]
+
+    def slow(*arguments: Any) -> Any:
+        shutil.rmtree(complete(tmp_path / "run" / "checkpoints")[-1])
+        return build(*arguments)
+
+    monkeypatch.setattr(export_module, "build", slow)
+
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "model")]) == 2
+
+    (said,) = capfd.readouterr().err.splitlines()
+    assert "step-000060 was removed. A run that goes on removes old ones: export again" in said
 
 
 def test_a_kill_leaves_no_reference_log_probs_of_another_model(

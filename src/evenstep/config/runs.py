@@ -85,7 +85,7 @@ def compare_settings(
     >>> compare_settings(before.to_dict(), now)[1]
     ['trainer.precision']
     """
-    then, now = (_leaves(json.loads(json.dumps(each))) for each in (stored, settings.to_dict()))
+    then, now = _leaves(json.loads(json.dumps(stored))), _leaves(_stored(settings))
     changed = {
         name: (then.get(name), now.get(name))
         for name in sorted(then.keys() | now.keys())
@@ -138,8 +138,17 @@ def changed_settings(folder: Path, settings: Settings) -> dict[str, tuple[Any, A
 
 def store_settings(folder: Path, settings: Settings) -> None:
     """Remember the settings of a run in its folder."""
-    text = json.dumps(settings.to_dict(), indent=1)
+    text = json.dumps(_stored(settings), indent=1)
     replace_file(folder / _SETTINGS, text.encode())
+
+
+def _stored(settings: Settings) -> dict[str, Any]:
+    """Settings as JSON has them; paths that an export reads are absolute, for any directory."""
+    values: dict[str, Any] = json.loads(json.dumps(settings.to_dict()))
+    for section, name in (("model", "path"), ("data", "tokenizer")):
+        if (values[section] or {}).get(name) is not None:
+            values[section][name] = str(Path(values[section][name]).absolute())
+    return values
 
 
 def stored_model(folder: Path) -> tuple[ModelSettings, str | None, int]:

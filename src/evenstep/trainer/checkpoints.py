@@ -15,8 +15,9 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,8 +76,7 @@ class Checkpoints:
         """
         self.finish()
         self._refuse_nonfinite(place, model, optimizer)
-        name = f"step-{place.step:06d}"
-        target = self.folder / name
+        target = self.folder / f"step-{place.step:06d}"
         state: Any = self._state(model, optimizer)
         failure: str | None = None
         try:
@@ -112,12 +112,7 @@ class Checkpoints:
         beside, failure = target.with_name(f".{target.name}"), None
         files: dict[str, Checksum] = {}
         try:
-            dcp.save(
-                state,
-                checkpoint_id=beside,
-                process_group=self.ranks.background,
-                no_dist=self._alone,
-            )
+            dcp.save(state, checkpoint_id=beside, process_group=self.ranks.background)
             files = {file.name: checksum(file) for file in self._files_of_rank(beside)}
         except (CheckpointException, OSError, RuntimeError) as error:
             failure = _reason(error)
@@ -224,12 +219,8 @@ class Checkpoints:
         }
         if random:  # the checkpoint may be of fewer ranks, or of another device
             state["random"] = random
-        try:
-            dcp.load(state, checkpoint_id=path, no_dist=self._alone)
-        except (CheckpointException, OSError, RuntimeError, ValueError) as error:
-            raise FileError(
-                f"{path} cannot be loaded ({_reason(error)}). Set trainer.out to another folder."
-            ) from None
+        with loading(path, "Set trainer.out to another folder."):
+            dcp.load(state, checkpoint_id=path)
         set_state_dict(
             model,
             optimizer,
@@ -252,10 +243,6 @@ class Checkpoints:
             path.rename(aside)
         said = "; ".join(str(fault) for fault in faults)
         warnings.warn(f"{said}: continuing from {newest.name}", stacklevel=2)
-
-    @property
-    def _alone(self) -> bool:
-        return self.ranks.slow is None
 
     def _state(self, model: Any, optimizer: Any) -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer, options=_options())
@@ -291,6 +278,17 @@ def verify(path: Path, rank: int = 0, size: int = 1) -> None:
         manifest.check(path, sorted(manifest.files)[rank::size])
     except OSError as error:
         raise damaged(path, error.strerror or str(error)) from None
+
+
+@contextmanager
+def loading(path: Path, remedy: str) -> Iterator[None]:
+    """Turn what torch raises on a checkpoint that it cannot read into one sentence."""
+    if not path.exists():  # torch would also log two tracebacks
+        raise FileError(f"{path} was removed. {remedy}")
+    try:
+        yield
+    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+        raise FileError(f"{path} cannot be loaded ({_reason(error)}). {remedy}") from None
 
 
 def _place_of(manifest: Manifest, path: Path) -> Place:

@@ -13,8 +13,10 @@ import torch.distributed.checkpoint as dcp
 from evenstep.config.runs import stored_model
 from evenstep.data.manifest import DamagedError
 from evenstep.errors import ConfigError, FileError
-from evenstep.trainer.checkpoints import complete, read_place, verify
+from evenstep.trainer.checkpoints import complete, loading, read_place, verify
 from evenstep.trainer.model import build
+
+_REMEDY = "A run that goes on removes old ones: export again, or name another with --checkpoint."
 
 
 def export_model(
@@ -39,6 +41,8 @@ def export_model(
     if adapters and (options.lora is None or Path(options.path).is_file()):
         why = "model.lora was not set" if options.lora is None else "model.path has no weights"
         raise ConfigError(f"{run} has no adapters to use alone: {why}. Export the whole model.")
+    if lost := [each for each in (options.path, tokenizer) if each and not Path(each).exists()]:
+        raise FileError(f"{lost[0]}, which {run} began with, does not exist. Restore it.")
     check_target(out, options.path)
     path = _checkpoint_of(run, checkpoint)
     try:
@@ -59,6 +63,7 @@ def export_model(
     if options.lora is not None and not adapters:
         model = model.merge_and_unload()
     model = model if adapters else model.to(dtype)
+    out = out.resolve()  # behind a link
     beside = out.with_name(f".{out.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     try:
@@ -107,7 +112,8 @@ def _load(path: Path, stored: set[str], model: Any) -> None:
             f"{path} has {missing} weights that the model lacks. Set model.path of the run to the "
             f"model that it trained."
         )
-    dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
+    with loading(path, _REMEDY):
+        dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
 
 
 def _dtype_of(path: Path) -> torch.dtype:
@@ -140,6 +146,8 @@ def _copy_tokenizer(tokenizer: str | None, folder: Path) -> None:
 
 def check_target(out: Path, model: str | None) -> None:
     """Refuse to replace anything but an earlier export, or the model that a run began with."""
+    if out.resolve() == Path.cwd():
+        raise ConfigError(f"{out} is the working directory, which is not replaced. Name another.")
     if model is not None and out.resolve() in (Path(model).resolve(), Path(model).resolve().parent):
         raise ConfigError(f"{out} holds the model that the run began with. Name another folder.")
     if not out.exists():
