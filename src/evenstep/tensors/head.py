@@ -285,18 +285,21 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
             # Gradients are kept relative to it: small weights would be lost in half precision.
             unit = torch.cat((weights.abs(), weights.new_full((1,), 1e-30))).amax()
         for part in _chunks(len(slots), chunk):
-            logits, those = functional.linear(states[part], narrow, offset), chosen[part]
+            product, those = functional.linear(states[part], narrow, offset), chosen[part]
             if gradients is None:
-                scores[:, part] = _run(_scores, formula, logits, those)
+                scores[:, part] = _run(_scores, formula, product, those)
             else:
                 assert pair is not None
                 assert unit is not None
-                both = _run(_scores_and_gradients, formula, logits, those, pair[:, part] / unit)
-                scores[:, part], change = both
-                gradients.add(part, change, states, narrow)
+                factor = pair[:, part] / unit
+                scores[:, part] = _run(_scores_and_gradients, formula, product, those, factor)
+                gradients.add(part, product, states, narrow)
+            del product  # before the next one is there
         ctx.set_materialize_grads(False)
-        ctx.how = dtype, chunk, formula, gradients
-        ctx.save_for_backward(hidden, weight, bias, slots, chosen, scores, pair, unit)
+        ctx.how = dtype, chunk, formula
+        # Saved tensors, unlike attributes, are released when the backward has used them.
+        computed = (None, None, None) if gradients is None else gradients
+        ctx.save_for_backward(hidden, weight, bias, slots, chosen, scores, pair, unit, *computed)
         log_probs, entropy, means, greatest, log_sum = scores
         every = [log_probs, entropy, means, greatest + log_sum]
         if pair is not None:
@@ -308,14 +311,15 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *by_label: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, slots, labels, scores, pair, unit = ctx.saved_tensors
-        dtype, chunk, formula, gradients = ctx.how
+        hidden, weight, bias, slots, labels, scores, pair, unit, *computed = ctx.saved_tensors
+        dtype, chunk, formula = ctx.how
         last, none = by_label[-1], (None,) * 7
         if all(each is None for each in by_label):
             return (None, None, None, *none)
-        if gradients is not None and last is not None and last.stride(0) == 0:
-            return (*gradients.results(hidden, weight, bias, slots, last[0] * unit), *none)
-        if gradients is not None:
+        if pair is not None and last is not None and last.stride(0) == 0:
+            sums = _Gradients(*computed)
+            return (*sums.results(hidden, weight, bias, slots, last[0] * unit), *none)
+        if pair is not None:
             zeros = torch.zeros_like(scores[0])
             each = zeros if last is None else last.index_select(0, slots)
             of_scores = torch.stack((each * pair[0], zeros, each * pair[1], zeros))
@@ -330,10 +334,11 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         offset = None if bias is None else bias.to(dtype)
         again = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
         for part in _chunks(len(slots), chunk):
-            logits = functional.linear(states[part], narrow, offset)
+            product = functional.linear(states[part], narrow, offset)
             about = labels[part], scores[:, part], of_scores[:, part]
-            change = _run(_logit_gradients, formula, logits, *about)
-            again.add(part, change, states, narrow)
+            _run(_logit_gradients, formula, product, *about)
+            again.add(part, product, states, narrow)
+            del product  # before the next one is there
         return (*again.results(hidden, weight, bias, slots, None), *none)
 
 
@@ -432,8 +437,9 @@ class _Compared(torch.autograd.Function):  # type: ignore[misc]
             gradients = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
         values = comparison.run(states, weight, bias, slots, factors / unit, gradients)
         ctx.set_materialize_grads(False)
-        ctx.how = comparison, gradients
-        ctx.save_for_backward(hidden, weight, bias, slots, factors, unit)
+        ctx.how = comparison, differentiable
+        computed = (None, None, None) if gradients is None else gradients
+        ctx.save_for_backward(hidden, weight, bias, slots, factors, unit, *computed)
         spread = [
             each.new_zeros(len(weights)).index_copy_(0, slots, each)
             for each in (values, values * factors)
@@ -443,12 +449,13 @@ class _Compared(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, by_label: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, slots, factors, unit = ctx.saved_tensors
-        (comparison, gradients), none = ctx.how, (None,) * 4
-        if by_label is None or gradients is None:
+        hidden, weight, bias, slots, factors, unit, *computed = ctx.saved_tensors
+        (comparison, differentiable), none = ctx.how, (None,) * 4
+        if by_label is None or not differentiable:
             return (None, None, None, *none)
         if by_label.stride(0) == 0:
-            return (*gradients.results(hidden, weight, bias, slots, by_label[0] * unit), *none)
+            sums = _Gradients(*computed)
+            return (*sums.results(hidden, weight, bias, slots, by_label[0] * unit), *none)
         states = hidden.index_select(0, slots).to(comparison.dtype)
         again = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
         each = by_label.index_select(0, slots) * factors
@@ -467,11 +474,10 @@ class _Formula:
     means: bool
 
 
-@dataclass(slots=True)
-class _Gradients:
+class _Gradients(NamedTuple):
     """The gradients of states, weight and bias, summed over chunks; None if not needed."""
 
-    states: Tensor | None
+    states: Tensor | None  # written over the states
     weight: Tensor | None
     bias: Tensor | None
 
@@ -485,17 +491,15 @@ class _Gradients:
     ) -> _Gradients:
         sums = torch.promote_types(states.dtype, torch.float32)
         return cls(
-            torch.empty_like(states) if needed[0] else None,
+            states if needed[0] else None,
             torch.zeros_like(weight, dtype=sums) if weight is not None and needed[1] else None,
             torch.zeros_like(bias, dtype=sums) if bias is not None and needed[2] else None,
         )
 
     def add(self, part: slice, change: Tensor, states: Tensor, weight: Tensor | None) -> None:
         """Add a chunk: `change` is the gradient by each of its products, or by each state."""
-        if self.states is not None and weight is None:
-            self.states[part] = change
-        elif self.states is not None:
-            torch.mm(change, weight, out=self.states[part])
+        if self.bias is not None:
+            self.bias.add_(change.sum(0, dtype=self.bias.dtype))
         if self.weight is not None:
             if change.dtype == self.weight.dtype:
                 self.weight.addmm_(change.T, states[part])
@@ -505,9 +509,11 @@ class _Gradients:
                     out=self.weight,
                 )  # fmt: skip
             else:
-                self.weight += change.T @ states[part]
-        if self.bias is not None:
-            self.bias += change.sum(0, dtype=self.bias.dtype)
+                self.weight.add_(change.T @ states[part])
+        if self.states is not None and weight is None:
+            self.states[part] = change
+        elif self.states is not None:  # last, because it overwrites the states
+            torch.mm(change, weight, out=self.states[part])
 
     def results(
         self,
@@ -575,8 +581,8 @@ def _scores(product: Tensor, labels: Tensor, formula: _Formula) -> Tensor:
 
 def _logit_gradients(
     product: Tensor, labels: Tensor, scores: Tensor, of_scores: Tensor, formula: _Formula
-) -> Tensor:
-    """(chunk, vocabulary): the gradient by each product, written over the products.
+) -> None:
+    """The gradient by each product, (chunk, vocabulary), written over the products.
 
     By each logit z, with p its probability:
 
@@ -595,20 +601,18 @@ def _logit_gradients(
         change = change + of_mean / logits.shape[-1]
     columns = torch.arange(logits.shape[-1], device=labels.device)
     change = change + torch.where(columns == labels[:, None], of_log_prob, 0.0)
-    return product.copy_(change * slope)
+    product.copy_(change * slope)
 
 
 def _scores_and_gradients(
     product: Tensor, labels: Tensor, factors: Tensor, formula: _Formula
-) -> tuple[Tensor, Tensor]:
-    """`_scores`, and the gradient by each product of the log-probs and their means, times factors.
-
-    The gradient is written over the products.
-    """
+) -> Tensor:
+    """`_scores`; the gradient of log-probs and means times factors is written over the products."""
     scores = _scores(product, labels, formula)
     none = torch.zeros_like(factors[0])
     of_scores = torch.stack((factors[0], none, factors[1], none))
-    return scores, _logit_gradients(product, labels, scores, of_scores, formula)
+    _logit_gradients(product, labels, scores, of_scores, formula)
+    return scores
 
 
 _COMPILED = {"cuda"}  # devices
