@@ -40,6 +40,8 @@ LEAST = 64
 """Fewest queries of a block where a window limits the keys."""
 LARGEST = 256
 """Largest head dimension of the kernels of flash attention."""
+FEW = 256
+"""Slots of a segment, on average, from which one at a time is faster in float32 on a GPU."""
 TINY = 2048
 """Entries of a dense mask that cost about as much as one more call, measured on a CPU core."""
 
@@ -539,8 +541,13 @@ def choose(call: Call) -> str:
     # The first two do not read the boundaries on the host, so there is no device synchronisation.
     bounds, compiling = call.bounds, torch.compiler.is_compiling()
     names = ["varlen", "flex", "causal"] if call.q.is_cuda or compiling else ["causal"]
-    if bounds.seen is not None and call.q.dtype == torch.float32 and not compiling:
-        names = ["causal"]  # FlexAttention took 9 times as long as one segment at a time
+    if call.q.dtype == torch.float32 and not compiling:
+        # FlexAttention takes four times as long as one long segment at a time, nine times where
+        # segments see others, and as long where they have 180 tokens. One at a time, a soft cap and
+        # sinks hold all scores of a segment, and a window takes many calls.
+        long = bounds.rows * bounds.width >= FEW * bounds.tiles
+        long = long and call.softcap is None and call.sinks is None and call.window is None
+        names = ["causal"] if long or bounds.seen is not None else names
     for name in names:
         if refusal(name, call) is None:
             return name
