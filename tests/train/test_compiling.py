@@ -11,7 +11,7 @@ from torch import nn
 from evenstep import Packed, PlannedStream, Recipe, Steps
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import ConfigError
-from evenstep.tensors import cross_entropy
+from evenstep.tensors import Collator, cross_entropy
 from evenstep.train import Runner, compile_layers
 from tests.internals import layers_of
 
@@ -98,6 +98,42 @@ def test_a_recompilation_is_reported_with_the_guard_that_failed() -> None:
     result = runner.run(second)
     assert result.compiled.graphs >= 1
     assert any("dtype" in guard for guard in result.compiled.failed_guards)
+
+
+def kept_by(model: Any, batch: Any) -> int:
+    """Bytes that a forward keeps for its backward, besides parameters."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = model(batch)
+    del outputs
+    return sum(kept.values()) - sum(
+        kept.get(each.untyped_storage().data_ptr(), 0) for each in model.parameters()
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of that backend itself
+def test_compiled_layers_keep_no_norms_and_activations_for_the_backward() -> None:
+    backend = "aot_eager_decomp_partition"  # divides the graph as inductor does
+    plain, thrifty = decoder(), decoder()
+    for layer in layers_of(plain):
+        layer.compile(backend=backend, dynamic=True)
+    compile_layers(thrifty, backend=backend)
+    step = next(iter(stream_of(1)))
+    results = [Runner(model=each, loss=cross_entropy()).run(step) for each in (plain, thrifty)]
+    assert results[0].loss == pytest.approx(results[1].loss, rel=1e-6)
+    for one, two in zip(plain.parameters(), thrifty.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+    micro, samples = next(iter(step))
+    batch = Collator()(micro, samples)
+    # Per slot and layer: two norms of 32 numbers and a product of 48 are not kept.
+    less = 3 * batch.tokens.numel() * 4 * (2 * 32 + 48)
+    assert kept_by(thrifty, batch) <= kept_by(plain, batch) - less
 
 
 def test_layers_are_those_of_the_longest_outer_list() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from evenstep.errors import ConfigError
@@ -36,8 +38,9 @@ def compile_layers(model: Any, *, backend: str = "inductor") -> None:
     """Compile each layer of a decoder or Hugging Face model, in place, for batches of any length.
 
     All layers share one graph, whose lengths, numbers of segments and longest segment are dynamic.
-    Call it before DDP or `fully_shard` wrap the model. `StepResult.compiled` says what was
-    compiled in a step; a second graph in the first steps is normal, later ones cost seconds each.
+    Call it before DDP or `fully_shard` wrap the model. Norms and gated activations are computed
+    again in the backward: a quarter less memory. `StepResult.compiled` says what was compiled in a
+    step; a second graph in the first steps is normal, later ones cost seconds each.
 
         compile_layers(model)
         runner = Runner(model=model, loss=cross_entropy())
@@ -48,16 +51,33 @@ def compile_layers(model: Any, *, backend: str = "inductor") -> None:
             f"{type(unwrapped(model)).__name__} has no list of layers (nn.ModuleList) to compile. "
             f"Call torch.compile(model, dynamic=True) instead."
         )
-    options: dict[str, Any] = {}
-    if backend == "inductor":
-        from torch._inductor import config
+    for layer in layers:
+        layer.compile(backend=_thrifty(backend), dynamic=True)
+
+
+@cache  # layers share graphs of the same backend only
+def _thrifty(name: str) -> Callable[..., Any]:
+    """The backend, but what takes no product to compute is not kept for the backward.
+
+    Norms and gated activations enter products, so by default they are kept. A 1B Llama on an H200
+    takes 30 GiB instead of 41 without them, and 0.4 % more time.
+    """
+    from torch._functorch import config
+
+    compile_graph, options = torch._dynamo.lookup_backend(name), {}
+    if name == "inductor":
+        from torch._inductor import config as inductor
 
         # Otherwise its fusions depend on the number of tokens, and small batches need a new graph.
-        name = "mix_order_reduction_non_strict_mode"
-        if hasattr(config.triton, name):  # torch >= 2.10
-            options = {"options": {f"triton.{name}": True}}
-    for layer in layers:
-        layer.compile(backend=backend, dynamic=True, **options)
+        strict = "mix_order_reduction_non_strict_mode"
+        if hasattr(inductor.triton, strict):  # torch >= 2.10
+            options = {"config_patches": {f"triton.{strict}": True}}
+
+    def compile_thriftily(graph: Any, inputs: Any) -> Any:
+        with config.patch(ban_recompute_materialized_backward=False):
+            return compile_graph(graph, inputs, **options)
+
+    return compile_thriftily
 
 
 @dataclass(frozen=True, slots=True)
