@@ -31,6 +31,8 @@ class Device:
     total_bytes: float
     fixed: float = 1e6
     per_slot: float = 100.0
+    flat_from: int = 2**62
+    """Slots from which each takes half of `per_slot`, as where logits are divided into chunks."""
     bend: float = 0.0
     """Bytes per slot squared."""
     lost: float = 0.0
@@ -47,7 +49,8 @@ class Device:
         self.most = 0
 
     def bytes_of(self, slots: int) -> float:
-        return self.fixed + self.per_slot * slots + self.bend * slots**2
+        slope = slots - max(slots - self.flat_from, 0) / 2
+        return self.fixed + self.per_slot * slope + self.bend * slots**2
 
     def peak(self) -> float:
         return self.bytes_of(self.most)
@@ -103,14 +106,21 @@ def test_the_budget_is_never_above_the_limit_and_not_far_below(
     device.total_bytes = device.bytes_of(limit)
     budget = found(device, [5, 900, 40])
     assert 0.9 * device.limit() <= budget <= device.limit()
-    assert device.runs <= 2 * (4 + 6)
+    assert device.runs <= 4 * (4 + 6)
 
 
 def test_a_line_is_met_to_the_margin() -> None:
     device = Device(5e6)
     assert found(device, [100]) == int(0.96 * device.limit())
-    assert device.runs == 8  # two micro-batches of four steps
+    assert device.runs == 16  # two micro-batches of four steps, twice
     assert found(device, [100], margin=0.2) == int(0.8 * device.limit())
+
+
+def test_a_line_that_bends_is_drawn_again_nearer_to_the_limit() -> None:
+    device = Device(5e6, flat_from=5_000)
+    one_line = (5e6 - device.fixed) / device.per_slot
+    assert one_line * 1.5 <= 0.94 * device.limit() <= found(device, [100]) <= device.limit()
+    assert device.runs == 20
 
 
 def test_a_step_that_does_not_fit_is_tried_smaller() -> None:

@@ -25,6 +25,7 @@ Point: TypeAlias = tuple[int, float]
 """The slots of a micro-batch, and the peak of a step of such."""
 _SMALLEST = 2048  # slots of the first probe, if no sample is longer
 _TRIES = 6  # steps at the limit, each smaller than the one before
+_LINES = 2  # the first one bends where logits begin to be divided into chunks
 _CLIMBS = 16  # steps below the limit, each larger than the one before
 
 
@@ -106,12 +107,12 @@ def find_budget(
 ) -> MeasuredBudget:
     """The largest `Packed(max_tokens=...)` whose steps fit into the memory of every rank.
 
-    Runs a small step, two probes of different sizes and one step near the limit that a line through
-    their peaks gives, each of two packed micro-batches of samples of these lengths, the longest
-    included, and an update. Afterwards the model, optimizer, gradients and random state of torch
-    are as before, also after an error; copies of them are held on the host meanwhile. All ranks
-    must call it with the same arguments. Several ranks of fully_shard, which would hang if one ran
-    out of memory, come near the limit from below in up to 16 steps; the smallest must fit.
+    Runs a small step, two probes of different sizes and one or two steps near the limit that a line
+    through their peaks gives, each twice, of two packed micro-batches of samples of these lengths,
+    the longest included, and an update. Afterwards the model, optimizer, gradients and random state of
+    torch are as before, also after an error; copies of them are held on the host meanwhile. All
+    ranks must call it with the same arguments. Several ranks of fully_shard, which would hang if
+    one ran out of memory, come near the limit from below in up to 16 steps; the smallest must fit.
 
     margin       the budget is smaller than the predicted limit by this share, for fragments of
                  memory; and no larger than a step that fitted
@@ -179,22 +180,31 @@ class Probe:
         self.make_sample = make_sample
 
     def peak(self, slots: int) -> float:
-        """The peak of a step of two micro-batches of so many slots, and of the update."""
+        """The peak of two steps of two micro-batches of so many slots, and of their updates. The
+        second one finds the memory in the pieces that the first one has left."""
         self.meter.restart()
-        self.runner.run([self._batch(slots), self._batch(slots)])
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for _ in range(2):
+            self.runner.run([self._batch(slots), self._batch(slots)])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return self.meter.peak()
 
     def near_limit(self, total: float, margin: float, first: Point) -> tuple[Point, Point]:
         """Two points, the last one as near to the limit as fits."""
         smallest = first[0]
-        second = self.largest([2 * smallest, 3 * smallest // 2, 5 * smallest // 4])
-        limit = self.limit(total, first, second)
-        # Each try after one that does not fit is smaller by the margin.
-        tries = [int(limit * (1 - margin) * (1 - max(margin, 0.01)) ** n) for n in range(_TRIES)]
-        third = self.largest([*(slots for slots in tries if slots > second[0]), second[0]])
-        return first if third[0] == second[0] else second, third
+        before, last = first, self.largest([2 * smallest, 3 * smallest // 2, 5 * smallest // 4])
+        for _ in range(_LINES):
+            most = int(self.limit(total, before, last) * (1 - margin))
+            # Each try after one that does not fit is smaller by the margin.
+            tries = [int(most * (1 - max(margin, 0.01)) ** n) for n in range(_TRIES)]
+            tries = [slots for slots in tries if slots > 1.01 * last[0]]
+            nearer = self.largest([*tries, last[0]]) if tries else last
+            if nearer[0] == last[0]:
+                break
+            before, last = last, nearer
+            if nearer[0] < tries[0]:
+                break
+        return before, last
 
     def climb(self, total: float, first: Point) -> Point:
         """The last of steps that come nearer to the limit and never reach it, and its peak.
