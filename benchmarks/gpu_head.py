@@ -36,7 +36,7 @@ from evenstep import Cost, Packed, Recipe, make_plan
 from evenstep.integrations.hf_attention import use_attention
 from evenstep.integrations.huggingface import hf_kwargs
 from evenstep.tensors import Batch, Collator, Extra, Head, cross_entropy, policy_gradient
-from evenstep.train import Runner
+from evenstep.train import Runner, compile_layers
 
 GIB = 2**30
 Loss = Callable[[Tensor, Batch, nn.Linear], Tensor]
@@ -148,8 +148,7 @@ def compiled_llama(vocabulary: int, device: str, quick: bool, **options: Any) ->
     shape = {**(TINY if quick else LLAMA_1B), "vocab_size": vocabulary, **options}
     model = use_attention(build(shape, device, HALF))
     if device == "cuda":
-        for layer in model.model.layers:
-            layer.compile(dynamic=True)
+        compile_layers(model)
     return model
 
 
