@@ -109,8 +109,8 @@ def find_budget(
 
     Runs a small step, two probes of different sizes and one or two steps near the limit that a line
     through their peaks gives, each twice, of two packed micro-batches of samples of these lengths,
-    the longest included, and an update. Afterwards the model, optimizer, gradients and random state of
-    torch are as before, also after an error; copies of them are held on the host meanwhile. All
+    the longest included, and an update. Afterwards the model, optimizer, gradients and random state
+    of torch are as before, also after an error; copies of them are held on the host meanwhile. All
     ranks must call it with the same arguments. Several ranks of fully_shard, which would hang if
     one ran out of memory, come near the limit from below in up to 16 steps; the smallest must fit.
 
