@@ -83,7 +83,8 @@ def test_separate_gradients_support_unused_and_shared_parameters() -> None:
     a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
     separate = Gradients([a, b, c, torch.ones(1)])
     for _ in range(2):
-        separate.backward({"x": (a + b).sum(), "y": (3 * b).sum()})  # a and b share a gradient
+        one = torch.tensor(1.0)  # a and b share a gradient
+        separate.backward({"x": [((a + b).sum(), one)], "y": [((3 * b).sum(), one)]})
     separate.combine({"x": 10.0, "y": 1.0})
     assert a.grad.tolist() == [20.0, 20.0]
     assert b.grad.tolist() == [26.0, 26.0]

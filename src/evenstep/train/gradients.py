@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from evenstep.train.collectives import Collective
 
 _BUCKET = 32 * 2**20  # bytes of gradients that are summed at once
 _HALF = (torch.float16, torch.bfloat16)
+
+Root: TypeAlias = tuple[Tensor, Tensor]
+"""A scalar to call backward on, and the gradient there: what the scalar is multiplied by."""
 
 
 def local_tensor(gradient: Any) -> Tensor:
@@ -74,7 +77,8 @@ class Gradients:
 
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> gradients = Gradients([x])
-    >>> gradients.backward({"tokens": 2 * x, "groups": x * x})
+    >>> one = torch.tensor(1.0)
+    >>> gradients.backward({"tokens": [(2 * x, one)], "groups": [(x * x, one)]})
     >>> gradients.combine({"tokens": 0.5, "groups": 10.0})
     >>> float(x.grad)
     61.0
@@ -84,17 +88,18 @@ class Gradients:
         self.parameters = [p for p in parameters if p.requires_grad]
         self._sums: dict[str, list[Tensor | None]] = {}
 
-    def backward(self, objectives: Mapping[str, Tensor]) -> None:
+    def backward(self, objectives: Mapping[str, Sequence[Root]]) -> None:
         """Add the gradient of each objective to its own accumulator; a single one is `.grad`."""
         if len(objectives) == 1:
-            next(iter(objectives.values())).backward()
+            (roots,) = objectives.values()
+            torch.autograd.backward(*zip(*roots, strict=True))
             return
         before, left = self._take(), len(objectives)
         try:
-            for name, objective in objectives.items():
+            for name, roots in objectives.items():
                 left -= 1
                 self._put(self._sums.get(name, [None] * len(self.parameters)))
-                objective.backward(retain_graph=left > 0)
+                torch.autograd.backward(*zip(*roots, strict=True), retain_graph=left > 0)
                 self._sums[name] = self._take()
         finally:
             self._put(before)

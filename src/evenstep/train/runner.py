@@ -722,13 +722,15 @@ class StepRun:
 
         scales = self._exchange_scales(amounts) if self.scales is None else self.scales
         objectives = self.step_loss.objectives(sums, scales)
-        for objective in objectives.values():
-            if not objective.requires_grad:
-                raise checks.not_trainable(self.parameters)
+        if not all(objectives.values()):
+            raise checks.not_trainable(self.parameters)
         if runner.scaler is not None:
-            one = next(iter(objectives.values())).detach().new_ones(())
-            self.scale = runner.scaler.scale(one)
-            objectives = {name: runner.scaler.scale(o) for name, o in objectives.items()}
+            scale = runner.scaler.scale
+            self.scale = scale(next(iter(sums.values())).detach().new_ones(()))
+            objectives = {
+                name: [(value, scale(seed)) for value, seed in roots]
+                for name, roots in objectives.items()
+            }
         self.gradients.backward(objectives)
         self.bundles.append(self.step_loss.bundle(sums, amounts, scales, metrics))
 

@@ -31,12 +31,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses import Metric
 from evenstep.train.collectives import Bundle
+from evenstep.train.gradients import Root
 from evenstep.train.normalization import LABELLED, ByLoss, Normalization
 
 Mode: TypeAlias = Literal["known", "counted", "deferred", "per_micro_batch"]
@@ -203,17 +205,15 @@ class StepLoss:
 
     def objectives(
         self, sums: Mapping[str, Tensor], scales: Mapping[str, float]
-    ) -> dict[str, Tensor]:
-        """What to call backward on: the scaled sum of all losses, or of those of a denominator."""
-        if len(sums) == 1:
-            ((name, value),) = sums.items()
-            return {"all": value * scales[name]}
-        parts: dict[str, Tensor] = {}
+    ) -> dict[str, list[Root]]:
+        """What to call backward on: all loss sums that have a gradient, or those of a denominator,
+        each with its scale."""
+        objectives: dict[str, list[Root]] = {}
         for name, (normalization, _) in self.losses.items():
-            key = normalization.name if self.separate else "all"
-            scaled = sums[name] * scales[name]
-            parts[key] = parts[key] + scaled if key in parts else scaled
-        return parts
+            roots = objectives.setdefault(normalization.name if self.separate else "all", [])
+            if sums[name].requires_grad:
+                roots.append((sums[name], torch.full_like(sums[name], scales[name])))
+        return objectives
 
     def bundle(
         self,
