@@ -228,8 +228,7 @@ if TYPE_CHECKING:
     from evenstep.train.prefetch import Prefetch
     from evenstep.train.result import Timings
     from evenstep.train.rollouts import array_of, tensor_of
-    from evenstep.train.runner import LossFunction
-    from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
+    from evenstep.train.step_loss import LossFunction, LossValues, Mode, StepLoss, power_of_two
     from evenstep.train.watch import _is_consequence
     from evenstep.trainer import export as export_module
     from evenstep.trainer import run as run_module

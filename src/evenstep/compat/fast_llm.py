@@ -23,7 +23,8 @@ from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import Metric, Sums
 from evenstep.train.collectives import Alone, Bundle, Collective
 from evenstep.train.normalization import ByLoss
-from evenstep.train.runner import Loss, Runner
+from evenstep.train.runner import Runner
+from evenstep.train.step_loss import Loss
 
 __all__ = [
     "LossDef",

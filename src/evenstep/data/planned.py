@@ -159,12 +159,6 @@ def _whole_samples(micro: MicroBatch) -> tuple[IntArray, ...]:
     return tuple(column[own] for column in columns)
 
 
-def _all_run(plan: Plan) -> bool:
-    """Whether all tokens of the samples that run are computed: none is truncated."""
-    run = np.flatnonzero(plan.step_of >= 0)
-    return np.array_equal(plan.ends(run), plan.lengths[run])
-
-
 class PlannedStream(Stream):
     """Finite or endless steps over samples whose lengths are known.
 
@@ -349,14 +343,12 @@ class PlannedStream(Stream):
             else:
                 at, any_step = StreamPosition(at.epoch + 1, 0, at.step), False
 
-    def _rest(self, inside: Inside, plan: Plan, sample_ids: IntArray) -> ByRank | None:
-        """What each rank still has to do of a step that was begun before; None for a whole step.
+    def _rest(self, inside: Inside, plan: Plan, sample_ids: IntArray) -> ByRank:
+        """What each rank still has to do of a step that was begun before.
 
         inside [(4, 2)], resumed on 4 ranks: their third micro-batch onwards. Resumed on 2 ranks:
         what is left of the four, dealt to two.
         """
-        if not inside:
-            return None
         rest = [[micro.renumbered(sample_ids) for micro in micros] for micros in plan[0]]
         following = [*(ranks for ranks, _ in inside[1:]), self.world.size]
         for (_, done), ranks in zip(inside, following, strict=True):
@@ -369,7 +361,7 @@ class PlannedStream(Stream):
         """A step for each of these ranks. Totals are over all ranks."""
         at, after = bounds.before, self.cursor(bounds.after)
         plan, sample_ids = self._plan_step(bounds)
-        rest = self._rest(at.inside, plan, sample_ids)
+        rest = self._rest(at.inside, plan, sample_ids) if at.inside else None
         recipe, over, whole = plan.recipe, plan.recipe.longest_segment, rest is None
         over_long = 0 if over is None else int((plan.lengths > over).sum())
         reason = {"drop": "dropped", "truncate": "truncated"}.get(recipe.overflow)
@@ -380,10 +372,7 @@ class PlannedStream(Stream):
         samples, costs = self.samples.in_epoch(at.epoch), np.sum(works, axis=0)
         frozen_ids, steps = frozen(sample_ids) if whole else None, []
         for rank in ranks:
-            if rest is None:
-                micros = tuple(micro.renumbered(sample_ids) for micro in plan[0, rank])
-            else:
-                micros = tuple(rest[rank])
+            micros = rest[rank] if rest else [m.renumbered(sample_ids) for m in plan[0, rank]]
             loss_tokens = {}
             if self._loss_tokens is not None and "loss_tokens" in totals:
                 ids = sorted({i for micro in micros for i in micro.segments.sample.tolist()})
@@ -391,7 +380,7 @@ class PlannedStream(Stream):
             step = Step(
                 number=at.step,
                 epoch=at.epoch,
-                micro_batches=micros,
+                micro_batches=tuple(micros),
                 samples=samples,
                 cursor=after,
                 totals=totals,
@@ -411,19 +400,20 @@ class PlannedStream(Stream):
         self, plan: Plan, sample_ids: IntArray, works: list[FloatArray]
     ) -> dict[str, float]:
         """Totals over all ranks; loss tokens only if they are known and no sample can be lost."""
-        run = plan.step_of >= 0
+        run = np.flatnonzero(plan.step_of >= 0)
+        ends = plan.ends(run)
         ideal = sum(float(work.sum()) for work in works) / plan.num_ranks
         totals: dict[str, float] = {
             # Of the samples: prefixes that they share count for each.
-            "tokens": int(plan.ends(np.flatnonzero(run)).sum()),
+            "tokens": int(ends.sum()),
             "empty": int((np.diff(plan.segment_offsets) == 0).sum()),
             "imbalance_step": time_of_works(works, "step") / ideal if ideal else 1.0,
             "imbalance_micro_batch": time_of_works(works, "micro_batch") / ideal if ideal else 1.0,
         }
         if self.on_error == "skip":
             return totals  # unreadable samples are not known yet
-        totals["samples"] = int(run.sum())
-        if self._loss_tokens is not None and _all_run(plan):
+        totals["samples"] = len(run)
+        if self._loss_tokens is not None and np.array_equal(ends, plan.lengths[run]):
             labels = self._loss_tokens[sample_ids[run]]
             totals["loss_tokens"] = int(labels.sum())
             totals["sequences"] = int((labels > 0).sum())
@@ -546,11 +536,9 @@ class PlannedStream(Stream):
 
         def with_segments(micro: MicroBatch) -> MicroBatch:
             """A micro-batch of indices into `segments` -> a micro-batch of those segments."""
-            inside = micro.segments
-            at = inside.sample
-            start = segments.start[at] + inside.start
+            at, start = micro.segments.sample, micro.segments.start
             micro = micro.renumbered(segments.sample)
-            named = replace(micro.segments, start=start)
+            named = replace(micro.segments, start=segments.start[at] + start)
             return replace(micro, segments=named, sample_lengths=lengths[at], truncated_to=ends[at])
 
         return [[with_segments(micro) for micro in micros] for micros in again[0]]
@@ -628,19 +616,17 @@ class PlannedStream(Stream):
     def fingerprint(self) -> str:
         """A digest of all that determines the steps: data, order, recipe, ranks. Not the rank, so
         it is the same on all ranks unless they would train on different plans."""
-        identity, per_sample = dict[str, Any](self._identity | self._identity_of_prefixes), {}
+        settings: dict[str, Any] = {**self._identity}
+        if self._prefixes is not None:
+            settings["prefixes"] = self._prefixes_digest
+        settings |= {"recipe": self.recipe.to_dict(), "per sample": {}}
+        settings["end"] = [self.max_num_steps, self.infinite_loop]
         if self._loss_tokens is not None:
-            per_sample["loss_tokens"] = column_digest(self._loss_tokens, ALL_DIGESTED)
+            digest = column_digest(self._loss_tokens, ALL_DIGESTED)
+            settings["per sample"] = {"loss_tokens": digest}
         if self._columns is not None:
-            identity["columns"] = self._column_digests
-        return settings_digest(
-            {
-                **identity,
-                "recipe": self.recipe.to_dict(),
-                "per sample": per_sample,
-                "end": [self.max_num_steps, self.infinite_loop],
-            }
-        )
+            settings["columns"] = self._column_digests
+        return settings_digest(settings)
 
     @cached_property
     def _identity(self) -> dict[str, str]:
@@ -666,15 +652,14 @@ class PlannedStream(Stream):
         if self._prefixes is None:  # as in earlier releases
             return identity
         columns = {"columns": settings_digest(self._column_digests)} if self._columns else {}
-        return {**identity, **self._identity_of_prefixes, **columns}
+        return {**identity, "prefixes": self._prefixes_digest, **columns}
 
     @cached_property
-    def _identity_of_prefixes(self) -> dict[str, str]:
-        """What samples share, if that was given. It determines micro-batches, not steps."""
-        if self._prefixes is None:
-            return {}
+    def _prefixes_digest(self) -> str:
+        """What samples share. It determines micro-batches, not steps."""
+        assert self._prefixes is not None
         arrays = self._prefixes.order.tobytes(), self._prefixes.shared.tobytes()
-        return {"prefixes": digest_of(*arrays, size=8).hex()}
+        return digest_of(*arrays, size=8).hex()
 
     @property
     def _column_digests(self) -> dict[str, str]:
@@ -734,9 +719,10 @@ class PlannedStream(Stream):
             count = None if drop_last else self._known_count(bounds)
             if count is None:
                 plan, sample_ids = self._plan_step(bounds)
-                rest = self._rest(bounds.before.inside, plan, sample_ids)
-                count = len(rest[0]) if rest else int(plan.cell_offsets[1])
-                if drop_last and not rest and (np.diff(plan.segment_offsets) == 0).any():
+                count = int(plan.cell_offsets[1])
+                if bounds.before.inside:
+                    count = len(self._rest(bounds.before.inside, plan, sample_ids)[0])
+                elif drop_last and (np.diff(plan.segment_offsets) == 0).any():
                     count = 0
             num_steps, micro_batches = num_steps + (count > 0), micro_batches + count
             if progress is not None:

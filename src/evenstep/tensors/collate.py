@@ -377,8 +377,8 @@ class Collator:
             max_seqlen=int(placement.slots.max(initial=0)),
             extras=extras,
             aligned={name: extra.aligned for name, extra in self.extras.items()},
-            keys=keys_of(micro),
-            exchange=exchange_of(micro),
+            keys=None if micro.segments.parent is None else keys_of(micro),
+            exchange=None if micro.exchange is None else exchange_of(micro),
         )
         return self._pinned(batch)
 

@@ -1,7 +1,7 @@
 """Batch -> **loss, gradient**. Everything here needs torch.
 
 runner         Runner and StepRun: prepare, forward, loss, backward, finish; Prefetch
-step_loss      from the sums of micro-batches to the exact loss and gradient of a step
+step_loss      losses of a micro-batch; from their sums to the exact loss and gradient of a step
 normalization  what the loss of a step is divided by
 gradients      the gradients of a step apart from earlier ones, their sum over ranks, their norm
 compiling      torch.compile for the layers of a model, and what it compiled in a step
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     )
     from evenstep.train.result import Kept, StepResult
     from evenstep.train.rollouts import RolloutBatch, RolloutPlan
-    from evenstep.train.runner import Loss, Runner, run_step
+    from evenstep.train.runner import Runner, run_step
     from evenstep.train.scoring import Evaluation, compute_log_probs, sum_log_probs
+    from evenstep.train.step_loss import Loss
     from evenstep.train.watch import Watch
 
 __all__ = [
@@ -101,8 +102,9 @@ if not TYPE_CHECKING:
             ],
             "result": ["Kept", "StepResult"],
             "rollouts": ["RolloutBatch", "RolloutPlan"],
-            "runner": ["Loss", "Runner", "run_step"],
+            "runner": ["Runner", "run_step"],
             "scoring": ["Evaluation", "compute_log_probs", "sum_log_probs"],
+            "step_loss": ["Loss"],
             "watch": ["Watch"],
         },
         extra="torch",

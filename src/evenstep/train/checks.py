@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,13 +21,15 @@ from evenstep.core.text import short_repr
 from evenstep.data.source import digest_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchExchange
-from evenstep.tensors.losses import Metric, PerSequence, Sums
+from evenstep.tensors.losses import Metric, Sums
 from evenstep.tensors.transport import CALLS
 from evenstep.train.collectives import Bundle, Collective, Distributed, gather_values, has_group
 from evenstep.train.framework import unwrapped
 from evenstep.train.gradients import local_tensor, square_of
 from evenstep.train.normalization import Custom, GroupMean, SequenceMean, group_ids
-from evenstep.train.step_loss import StepLoss
+
+if TYPE_CHECKING:
+    from evenstep.train.step_loss import StepLoss
 
 # Options of a runner ----------------------------------------------------------------------------
 
@@ -114,20 +116,6 @@ def check_tree(preprocess: object) -> None:
             "values before the step (compute_log_probs) and add them to the samples, or plan "
             "without prefixes."
         )
-
-
-def loss_inputs(function: Any, outputs: Any, batch: Any) -> tuple[Any, Any]:
-    """What a loss function takes: (outputs, batch). Where samples share prefixes, a function that
-    is no `PerSequence` gets the outputs of each sample."""
-    if batch.tree is None or isinstance(function, PerSequence):
-        return outputs, batch
-    outputs = getattr(outputs, "logits", outputs)
-    if not isinstance(outputs, Tensor) or outputs.shape[:2] != batch.tokens.shape:
-        raise ConfigError(
-            "this loss function needs one output per token where samples share prefixes. Let "
-            "forward return logits, or plan without prefixes."
-        )
-    return batch.tree.of_samples(outputs), batch.tree.samples
 
 
 class Groups:

@@ -12,7 +12,7 @@ from torch import Tensor
 from evenstep.core.text import whole_field
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
-from evenstep.tensors.losses import Sums, count_experts
+from evenstep.tensors.losses import count_experts
 from evenstep.train.collectives import Alone, Collective
 
 _PLAN_TOTALS = (
@@ -421,24 +421,6 @@ def check_samples_whole(batch: Batch) -> None:
             f"sample {sample} was split and one of its segments is in another micro-batch, so its "
             f"group cannot be counted here. Add the sequence-aligned extra 'group_tokens'."
         )
-
-
-def split_divisor(
-    name: str, normalization: Normalization, returned: Any
-) -> tuple[Sums | Tensor, Tensor]:
-    """(loss, divisor) that a loss function has returned for `ByLoss`."""
-    loss, divisor = returned if isinstance(returned, tuple) else (returned, None)
-    if not isinstance(normalization, ByLoss):
-        raise ConfigError(
-            f"the loss {name!r} returned a divisor, but its normalization is {normalization!r}. "
-            f"Set normalization=ByLoss(...), or return the loss alone."
-        )
-    if not isinstance(divisor, Tensor):
-        raise ConfigError(
-            f"the loss {name!r} is normalized by the divisor that it returns, but it returned "
-            f"none. Return (loss, divisor), two tensors."
-        )
-    return loss, divisor
 
 
 def expert_frequencies(

@@ -26,7 +26,6 @@ from evenstep.errors import ConfigError, InputError, MicroBatchError
 from evenstep.tensors.batch import Batch, BatchShard
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.losses import Metric, Sums
-from evenstep.tensors.transport import CALLS
 from evenstep.train import checks, result
 from evenstep.train.collectives import Alone, Bundle, Collective, gather_values
 from evenstep.train.compiling import Compilations
@@ -38,8 +37,6 @@ from evenstep.train.normalization import (
     GroupMean,
     Normalization,
     TokenMean,
-    split_divisor,
-    weighted,
     with_group_tokens,
 )
 from evenstep.train.prefetch import Prefetch
@@ -53,13 +50,19 @@ from evenstep.train.result import (
     counts_of,
 )
 from evenstep.train.sharing import check_sharing
-from evenstep.train.step_loss import LossValues, Mode, StepLoss, power_of_two
+from evenstep.train.step_loss import (
+    Loss,
+    LossFunction,
+    LossValues,
+    Mode,
+    StepLoss,
+    compute_losses,
+    power_of_two,
+)
 
 if TYPE_CHECKING:
     from evenstep.train.scoring import Evaluation
 
-LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor | tuple[Sums | Tensor, Tensor]]
-"""(the model's outputs, batch) -> unnormalized sums, or a scalar; with `ByLoss` also a divisor."""
 OnMemory: TypeAlias = Literal["raise", "split"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
@@ -75,19 +78,6 @@ class LazyBatches(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Batch]: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loss:
-    """A loss of a step: a function that returns a sum, its normalization and its weight.
-
-    >>> from evenstep.tensors import cross_entropy
-    >>> losses = {"nll": Loss(function=cross_entropy(), weight=0.5)}
-    """
-
-    function: LossFunction
-    normalization: Normalization = field(default_factory=TokenMean)
-    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +245,7 @@ class Runner:
             step = self._divided(step) if self._ran_out else step
             items = step if step.batches is None else step.batches
             try:
-                return StepRun(self, items, len(step), step=step, budget=budget).run()
+                return StepRun(self, items, len(items), step=step, budget=budget).run()
             except TooLargeError as error:
                 self._ran_out[:] = [min([*error.args, *self._ran_out])]
 
@@ -354,10 +344,6 @@ def copy_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
-def _do_nothing() -> None:
-    """A batch that need not be copied has arrived."""
-
-
 _TO_PREDICT = (result.LABELS, result.PREDICTED)  # what tells whether a step has a loss
 
 
@@ -370,9 +356,10 @@ class Prepared:
     """A collated micro-batch, and what results and errors report of it."""
 
     batch: Batch
-    arrives: Callable[[], None] | None
-    """Called when it runs: lets the model wait for its copy. None if the device had no memory for
-    it yet; it is then copied when it runs."""
+    here: bool
+    """Whether it is on the device. If that had no memory for it yet, it is copied when it runs."""
+    copied: Any
+    """The event of its copy, for which the model waits; None if there is nothing to wait for."""
     segments: BatchSegments
     micro: MicroBatch | None
     groups: Collection[int]
@@ -411,8 +398,8 @@ class StepRun:
         self.totals: Mapping[str, float] = {} if step is None else step.totals
         self.ranks, self.losses = runner.collective, runner.losses
         assert runner.forward is not None
-        self.functions = {name: loss.function for name, loss in self.losses.items()}
-        self.heads = Heads.of_losses(runner.model, runner.forward, [*self.functions.values()])
+        functions = [loss.function for loss in self.losses.values()]
+        self.heads = Heads.of_losses(runner.model, runner.forward, functions)
         self.framework = Framework.of(runner.model)  # reshards, which changes the parameters
         self.parameters = list(runner.model.parameters())
         self.gradients = Gradients(self.parameters)
@@ -562,29 +549,25 @@ class StepRun:
             checks.check_labels(batch.unshared, self.step.loss_tokens)
         if self.token_ids is not None:
             self.token_ids.note(batch)
-        segments, arrives = BatchSegments(batch), None
-        # If the micro-batch that runs now holds the memory, this one is moved when it is its turn.
-        with suppress(torch.OutOfMemoryError):
-            batch, arrives = self._move(batch)
-        return Prepared(batch, arrives, segments, micro, groups, born)
+        # Without a named device, batches may be where the model is already.
+        here = self.device is None or (self.runner.device is None and self.device == batch.device)
+        ready = Prepared(batch, here, None, BatchSegments(batch), micro, groups, born)
+        if not here:
+            # If the micro-batch that runs now holds the memory, this one is moved in its turn.
+            with suppress(torch.OutOfMemoryError):
+                self._move(ready)
+        return ready
 
-    def _move(self, batch: Batch) -> tuple[Batch, Callable[[], None]]:
-        """The batch on the device, copied beside what runs there, and `Prepared.arrives`."""
-        if self.device is None or (self.runner.device is None and self.device == batch.device):
-            return batch, _do_nothing  # where the model is
+    def _move(self, ready: Prepared) -> None:
+        """Copy a batch to the device, beside what runs there."""
+        assert self.device is not None
         if self.copies is None:
-            return batch.to(self.device), _do_nothing
+            ready.batch, ready.here = ready.batch.to(self.device), True
+            return
         with torch.cuda.stream(self.copies):
-            pinned = batch.pin_memory() if batch.device.type == "cpu" else batch
-            moved = pinned.to(self.device, non_blocking=True)
-            copied = self.copies.record_event()
-
-        def arrives() -> None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(copied)
-            moved.record_stream(stream)
-
-        return moved, arrives
+            batch = ready.batch.pin_memory() if ready.batch.device.type == "cpu" else ready.batch
+            ready.batch, ready.here = batch.to(self.device, non_blocking=True), True
+            ready.copied = self.copies.record_event()
 
     def _nothing_to_prepare(self) -> bool:
         """Whether a thread would have nothing to do beside the model: the only micro-batch, or
@@ -640,10 +623,13 @@ class StepRun:
             self.ages += [now - born for born in ready.born]
         exchange = (last or self.each) and not self.sums
         try:
-            if ready.arrives is None:
-                ready.batch, ready.arrives = self._move(ready.batch)
-            ready.arrives()
+            if not ready.here:
+                self._move(ready)
             batch = ready.batch
+            if ready.copied is not None:
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(ready.copied)
+                batch.record_stream(stream)
             if self.runner.preprocess is not None:
                 began = time.perf_counter()
                 torch.clear_autocast_cache()  # casts of weights before the last update
@@ -684,36 +670,17 @@ class StepRun:
         amounts: dict[str, Tensor],
         exchange: bool,
     ) -> None:
-        runner = self.runner
-        assert runner.forward is not None
-        batches: dict[str, Any] = {}  # of this rank, with the weights of each loss
-        for name, loss in self.losses.items():
-            whole = weighted(batch, loss.normalization)
-            batches[name] = whole if runner.shard is None else runner.shard(whole)
         # An autocast around the step keeps the casts of weights. Their part of the graph would be
         # older than this micro-batch, so that fully_shard reduces gradients before they have
         # arrived, and their values those of before the last update.
         torch.clear_autocast_cache()
-        calls = 0 if batch.exchange is None else CALLS[batch.exchange.name]
-        outputs, in_head = self.heads.run(shard, self.functions, batches)
-        checks.check_exchanged(runner.model, batch, calls)
-
-        losses: dict[str, Sums | Tensor] = {}  # as the functions return them, without divisors
-        sums: dict[str, Tensor] = {}
-        metrics: dict[str, Metric] = {}
-        for name, loss in self.losses.items():
-            value = in_head.get(name)
-            if value is None:
-                inputs = checks.loss_inputs(loss.function, outputs, batches[name])
-                value = loss.function(*inputs)
-            if isinstance(value, tuple) or isinstance(loss.normalization, ByLoss):
-                value, divisor = split_divisor(name, loss.normalization, value)
-                amounts[loss.normalization.name] = divisor.detach().double()
-            losses[name] = sums[name] = value
-            if isinstance(value, Sums):
-                sums[name] = value.loss
-                prefix = f"{name}/" if len(self.losses) > 1 else ""
-                metrics |= {f"{prefix}{key}": each for key, each in value.metrics.items()}
+        runner = self.runner
+        outputs, losses, metrics = compute_losses(
+            runner, self.heads, self.losses, batch, shard, amounts
+        )
+        sums = {
+            name: each.loss if isinstance(each, Sums) else each for name, each in losses.items()
+        }
         if self.keeper is not None:
             self.keeper.add(ready.segments, losses, batch.exchange)
         if self.suspects is not None:
@@ -806,7 +773,7 @@ class StepRun:
             counts = [float(self.counts[name] > 0) for name in _TO_PREDICT]
         summed: Tensor | None = None
         with self.communicate:
-            if self.sums:
+            if self.sums and self.ranks.size > 1:
                 summed = sum_gradients(self.parameters, self.ranks, counts)
             elif counts:
                 summed = self.ranks.all_reduce_sum(torch.tensor(counts))

@@ -22,7 +22,7 @@ from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head, HeadOption, Wanted, positive, score
-from evenstep.tensors.losses import Metric, Sums, select_output
+from evenstep.tensors.losses import Sums, select_output
 from evenstep.tensors.restore import restore_ragged, sum_shared
 from evenstep.tensors.transport import CALLS
 from evenstep.train.checks import (
@@ -32,16 +32,15 @@ from evenstep.train.checks import (
     check_fingerprints,
     compare_plans,
     exchange_digests,
-    loss_inputs,
 )
 from evenstep.train.collectives import Alone, Bundle, Collective
 from evenstep.train.framework import Forward, device_of, forward_of
 from evenstep.train.model_head import Answer, Heads
-from evenstep.train.normalization import ByLoss, split_divisor, weighted
+from evenstep.train.normalization import weighted
 from evenstep.train.prefetch import Prefetch
 from evenstep.train.runner import Runner
 from evenstep.train.sharing import check_sharing
-from evenstep.train.step_loss import StepLoss
+from evenstep.train.step_loss import StepLoss, compute_losses
 
 
 class SampleSequence(Protocol):
@@ -392,32 +391,17 @@ def _evaluate_batch(
     batch = batch if runner.preprocess is None else runner.preprocess(batch)
     shard: Any = batch if runner.shard is None else runner.shard(batch)
     amounts = step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
-    batches: dict[str, Any] = {}
-    for name, loss in runner.losses.items():
-        whole = weighted(batch, loss.normalization)
-        batches[name] = whole if runner.shard is None else runner.shard(whole)
-    calls = 0 if batch.exchange is None else CALLS[batch.exchange.name]
-    functions = {name: loss.function for name, loss in runner.losses.items()}
-    outputs, in_head = heads.run(shard, functions, batches)
-    check_exchanged(runner.model, batch, calls)
+    losses = runner.losses
+    _, values, metrics = compute_losses(runner, heads, losses, batch, shard, amounts)
     sums: dict[str, Tensor] = {}
-    metrics: dict[str, Metric] = {}
-    by_source: dict[str, Tensor] = {}
-    for at, (name, loss) in enumerate(runner.losses.items()):
-        value = in_head.get(name)
-        if value is None:
-            value = loss.function(*loss_inputs(loss.function, outputs, batches[name]))
-        if isinstance(value, tuple) or isinstance(loss.normalization, ByLoss):
-            value, divisor = split_divisor(name, loss.normalization, value)
-            amounts[loss.normalization.name] = divisor.double()
+    for name, value in values.items():
         sums[name] = value.loss if isinstance(value, Sums) else value
-        if isinstance(value, Sums):
-            prefix = f"{name}/" if len(runner.losses) > 1 else ""
-            metrics |= {f"{prefix}{key}": metric for key, metric in value.metrics.items()}
-            if value.by_tile is not None:
-                sums[name] = value.by_sequence.double().sum()
-        if numbers is not None and at == 0:
-            by_source = _by_source(value, weighted(batch, loss.normalization), numbers)
+        if isinstance(value, Sums) and value.by_tile is not None:
+            sums[name] = value.by_sequence.double().sum()
+    by_source: dict[str, Tensor] = {}
+    if numbers is not None:
+        first, loss = next(iter(losses.items()))
+        by_source = _by_source(values[first], weighted(batch, loss.normalization), numbers)
     bundle = step_loss.bundle(sums, amounts, step_loss.scales(), metrics)
     return Bundle({**bundle.sums, **by_source}, bundle.metrics)
 

@@ -1,4 +1,4 @@
-"""StepLoss: from loss sums of micro-batches to the exact loss and gradient of a step.
+"""Losses: their sums of a micro-batch, and from these the exact loss and gradient of a step.
 
 A step minimises L = sum over losses k of w_k S_k / D_k. S_k is the sum of weight times value over
 all micro-batches and ranks; D_k is the denominator of the loss. D_k may be unknown when a backward
@@ -27,21 +27,42 @@ keeps 16-bit gradients in their usual range.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import Batch
-from evenstep.tensors.losses import Metric
+from evenstep.tensors.batch import Batch, BatchShard
+from evenstep.tensors.losses import Metric, PerSequence, Sums
+from evenstep.tensors.transport import CALLS
+from evenstep.train.checks import check_exchanged
 from evenstep.train.collectives import Bundle
 from evenstep.train.gradients import Root
-from evenstep.train.normalization import LABELLED, ByLoss, Normalization
+from evenstep.train.model_head import Heads
+from evenstep.train.normalization import LABELLED, ByLoss, Normalization, TokenMean, weighted
+
+if TYPE_CHECKING:
+    from evenstep.train.runner import Runner
 
 Mode: TypeAlias = Literal["known", "counted", "deferred", "per_micro_batch"]
+LossFunction: TypeAlias = Callable[[Any, Any], Sums | Tensor | tuple[Sums | Tensor, Tensor]]
+"""(the model's outputs, batch) -> unnormalized sums, or a scalar; with `ByLoss` also a divisor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A loss of a step: a function that returns a sum, its normalization and its weight.
+
+    >>> from evenstep.tensors import cross_entropy
+    >>> losses = {"nll": Loss(function=cross_entropy(), weight=0.5)}
+    """
+
+    function: LossFunction
+    normalization: Normalization = field(default_factory=TokenMean)
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,3 +324,74 @@ def power_of_two(tokens: float) -> float:
 def _over(amount: float, denominator: float) -> float:
     """amount / denominator, or 0 if the denominator is 0."""
     return amount / denominator if denominator else 0.0
+
+
+# The losses of a micro-batch ----------------------------------------------------------------------
+
+
+def compute_losses(
+    runner: Runner,
+    heads: Heads,
+    losses: Mapping[str, Loss],
+    batch: Batch,
+    shard: Batch | BatchShard,
+    amounts: dict[str, Tensor],
+) -> tuple[Any, dict[str, Sums | Tensor], dict[str, Metric]]:
+    """(outputs of the model for a micro-batch, what each loss returns, all metrics).
+
+    `shard` is this rank's part of the batch. Divisors that losses return are added to `amounts`.
+    """
+    batches: dict[str, Any] = {}  # of this rank, with the weights of each loss
+    for name, loss in losses.items():
+        whole = weighted(batch, loss.normalization)
+        batches[name] = whole if runner.shard is None else runner.shard(whole)
+    calls = 0 if batch.exchange is None else CALLS[batch.exchange.name]
+    functions = {name: loss.function for name, loss in losses.items()}
+    outputs, in_head = heads.run(shard, functions, batches)
+    if batch.exchange is not None:
+        check_exchanged(runner.model, batch, calls)
+
+    values: dict[str, Sums | Tensor] = {}
+    metrics: dict[str, Metric] = {}
+    for name, loss in losses.items():
+        value = in_head.get(name)
+        if value is None:
+            value = loss.function(*_inputs(loss.function, outputs, batches[name]))
+        if isinstance(value, tuple) or isinstance(loss.normalization, ByLoss):
+            value, divisor = _split(name, loss.normalization, value)
+            amounts[loss.normalization.name] = divisor.detach().double()
+        values[name] = value
+        if isinstance(value, Sums):
+            prefix = f"{name}/" if len(losses) > 1 else ""
+            metrics |= {f"{prefix}{key}": each for key, each in value.metrics.items()}
+    return outputs, values, metrics
+
+
+def _inputs(function: Any, outputs: Any, batch: Any) -> tuple[Any, Any]:
+    """What a loss function takes: (outputs, batch). Where samples share prefixes, a function that
+    is no `PerSequence` gets the outputs of each sample."""
+    if batch.tree is None or isinstance(function, PerSequence):
+        return outputs, batch
+    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, Tensor) or outputs.shape[:2] != batch.tokens.shape:
+        raise ConfigError(
+            "this loss function needs one output per token where samples share prefixes. Let "
+            "forward return logits, or plan without prefixes."
+        )
+    return batch.tree.of_samples(outputs), batch.tree.samples
+
+
+def _split(name: str, normalization: Normalization, returned: Any) -> tuple[Sums | Tensor, Tensor]:
+    """(loss, divisor) that a loss function has returned for `ByLoss`."""
+    loss, divisor = returned if isinstance(returned, tuple) else (returned, None)
+    if not isinstance(normalization, ByLoss):
+        raise ConfigError(
+            f"the loss {name!r} returned a divisor, but its normalization is {normalization!r}. "
+            f"Set normalization=ByLoss(...), or return the loss alone."
+        )
+    if not isinstance(divisor, Tensor):
+        raise ConfigError(
+            f"the loss {name!r} is normalized by the divisor that it returns, but it returned "
+            f"none. Return (loss, divisor), two tensors."
+        )
+    return loss, divisor
