@@ -46,7 +46,7 @@ _MANY = 2048  # blocks up to which several cuts are improved
 _REFINED = 2**14  # blocks that are dealt by the refined balance
 _WORK = 100_000  # blocks tried while levels or the slowest rank are lowered
 _FARTHEST = 64  # blocks between the two that exchange a unit
-_NARROWER, _WIDER, _SWAP, _MOVE = -1, 1, 0, 2
+_NARROWER, _WIDER, _SWAP, _MOVE, _MERGE = -1, 1, 0, 2, 3
 TINY = 24  # units up to which all assignments are tried
 FEW = 256  # units that are exchanged
 EVEN = 1 + 1e-9  # a time this close to its floor is final
@@ -799,6 +799,34 @@ def chain(
 
 
 @kernel
+def best_merge(
+    units: Rows,
+    ends: IntArray,
+    costs: FloatArray,
+    rank_of: IntArray,
+    load: FloatArray,
+    block: int,
+    limit: float,
+) -> tuple[float, int]:
+    """(slower of the two ranks, the neighbour) if `block` joins a neighbour on another rank."""
+    heavy = rank_of[block]
+    best, found = limit, -1
+    for other in (block - 1, block + 1):
+        if not 0 <= other < ends.shape[0] or rank_of[other] == heavy:
+            continue
+        low, high = min(block, other), max(block, other)
+        start = ends[low - 1] if low > 0 else 0
+        if units.starts[ends[high]] > start:
+            continue
+        joined = block_cost(units, start, ends[high]) - units.empty
+        r = rank_of[other]
+        reached = max(load[heavy] - costs[block], load[r] - costs[other] + joined)
+        if reached < best:
+            best, found = reached, other
+    return best, found
+
+
+@kernel
 def slowest_lowered(
     units: Rows, ends: IntArray, rank_of: IntArray, ranks: int, waves: int, work: int
 ) -> tuple[IntArray, IntArray]:
@@ -810,8 +838,8 @@ def slowest_lowered(
     load = np.zeros(ranks)
     held = np.zeros(ranks, np.int64)
     change = np.zeros(ranks)
-    count = ends.shape[0]
     while True:
+        count = ends.shape[0]
         costs = block_costs(units, ends) - units.empty
         load[:] = 0.0
         held[:] = 0
@@ -839,6 +867,9 @@ def slowest_lowered(
                 reached = max(load[heavy] - costs[b] + costs[c], load[r] + costs[b] - costs[c])
                 if r != heavy and reached < best:
                     best, block, other, kind = reached, b, c, _SWAP
+            reached, c = best_merge(units, ends, costs, rank_of, load, b, best)
+            if c >= 0:
+                best, block, other, kind = reached, b, c, _MERGE
             if spare >= 0 and spare != heavy:
                 reached = max(load[heavy] - costs[b], load[spare] + costs[b])
                 if reached < best:
@@ -851,6 +882,12 @@ def slowest_lowered(
             rank_of[block] = spare
         elif kind == _SWAP:
             rank_of[block], rank_of[other] = rank_of[other], heavy
+        elif kind == _MERGE:
+            low = min(block, other)
+            kept = rank_of[other]
+            ends = np.concatenate((ends[:low], ends[low + 1 :]))
+            rank_of = np.concatenate((rank_of[:low], rank_of[low + 1 :]))
+            rank_of[low] = kept
         else:
             for b in range(min(block, other), max(block, other)):
                 ends[b] -= kind
