@@ -57,6 +57,7 @@ format: .venv/.dev ## Fix what ruff can fix, and format
 bench: .venv/.bench ## Run the benchmarks against peers (needs a C++ compiler)
 	@$(BIN)/python benchmarks/planning.py
 	@$(BIN)/python benchmarks/tensors.py
+	@$(BIN)/python benchmarks/overhead.py
 	@$(BIN)/python benchmarks/pool.py
 	@$(BIN)/python benchmarks/streams.py
 	@$(BIN)/python benchmarks/steps.py
