@@ -60,7 +60,13 @@ if TYPE_CHECKING:
         text_work,
         vision_work,
     )
-    from evenstep.core.plan import join_plans, on_fewer_ranks, samples_by_step, step_plan
+    from evenstep.core.plan import (
+        join_plans,
+        on_context_ranks,
+        on_fewer_ranks,
+        samples_by_step,
+        step_plan,
+    )
     from evenstep.core.ragged import (
         ELSEWHERE,
         FloatArray,
@@ -215,11 +221,10 @@ if TYPE_CHECKING:
     from evenstep.testing.content import content_of
     from evenstep.testing.gradients import errors_of_parameters
     from evenstep.testing.plans import shortest_first
-    from evenstep.train import collectives as collectives_module
     from evenstep.train import model_head
     from evenstep.train import prefetch as prefetch_module
     from evenstep.train import runner as runner_module
-    from evenstep.train.collectives import Bundle, gather
+    from evenstep.train.collectives import Bundle
     from evenstep.train.compiling import layers_of
     from evenstep.train.framework import Framework, call, device_of, forward_of
     from evenstep.train.gradients import Gradients, set_aside, sum_gradients

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.nn.functional import all_gather
 
 from evenstep.compat.nemo_rl import BatchedDataDict, SequencePackingLossWrapper
 from evenstep.tensors import join_context
-from tests.internals import gather
 
 VOCAB = 7
 
@@ -32,7 +32,7 @@ def prepare(logits: Tensor, data: Any, loss_fn: Any, **groups: Any) -> tuple[dic
     """Log-probs of the next tokens, from this rank's logits of one sequence."""
     group = groups["context_parallel_group"]
     if group is not None:
-        parts = gather(logits, group)
+        parts = all_gather(logits.contiguous(), group)
         slots = torch.tensor([0, sum(part.shape[1] for part in parts)])
         logits = join_context(parts, slots)
     targets = data["input_ids"][:, 1:]

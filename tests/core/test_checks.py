@@ -510,12 +510,6 @@ FAULTS = {
         ),
         TREES,
     ),
-    "one rank has two parts of a sample": Fault(
-        "shared_in_one_wave",
-        pair,
-        sharing([(0, 0, 2, -1), (0, 2, 3, ELSEWHERE)], [(1, 0, 3, -1)]),
-        PAIR,
-    ),
     "parts of a sample are in different waves": Fault(
         "shared_in_one_wave",
         pair,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from evenstep import (
     Packed,
+    Padded,
     Plan,
     Prefixes,
     Recipe,
@@ -20,7 +23,7 @@ from evenstep import (
 )
 from evenstep.errors import InputError, PlanError
 from tests.forests import forest
-from tests.internals import ELSEWHERE, join_plans, on_fewer_ranks, step_plan
+from tests.internals import ELSEWHERE, join_plans, on_context_ranks, on_fewer_ranks, step_plan
 from tests.shared_plans import plan_of_cells, share_samples
 
 
@@ -59,10 +62,10 @@ def test_plans_that_share_samples_are_valid_and_ranks_agree(
             for rank, micro in enumerate(wave):
                 if micro.exchange is None:
                     continue
-                seen = micro.exchange.seen_by
+                numbers = micro.exchange.received_number
                 rows = zip(
                     micro.exchange.received_from,
-                    micro.segments.sample[seen],
+                    micro.exchange.samples[numbers],
                     micro.exchange.received_start,
                     micro.exchange.received,
                     strict=True,
@@ -107,7 +110,7 @@ def test_an_exchange_by_hand() -> None:
     assert three is not None
     assert (one.sent.tolist(), one.sent_to.tolist()) == ([0, 0], [1, 2])
     assert (two.sent.tolist(), two.sent_to.tolist(), two.number.tolist()) == ([1], [2], [-1, 0])
-    assert (two.seen_by.tolist(), two.received.tolist()) == ([1], [4])
+    assert (two.received_number.tolist(), two.received.tolist()) == ([0], [4])
     assert (three.received.tolist(), three.received_from.tolist()) == ([4, 2], [0, 1])
     assert one.digest == two.digest == three.digest
     assert one.lengths.tolist() == [9]
@@ -116,6 +119,41 @@ def test_an_exchange_by_hand() -> None:
     assert plan.segments.behind.tolist() == [0, 0, 4, 6]
     assert plan.order.tolist() == [0, 3, 1, 2]
     assert plan.restore([10, 20, 11, 12]).tolist() == [10, 11, 12, 20]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 5))
+def test_context_ranks_divide_every_sample_evenly_and_get_what_they_see(
+    seed: int, dp: int, cp: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    topology, steps = Topology(dp=dp, cp=cp), Steps(samples=9)
+    layout: Any = [Packed(max_tokens=64), Padded(max_tokens=128), Packed(rows=2, pad_to=120)][
+        seed % 3
+    ]
+    plan = make_plan(
+        rng.integers(1, 50, 20),
+        Recipe(layout=layout, topology=topology, steps=steps, overflow="truncate"),
+    )
+    divided = on_context_ranks(plan)
+    assert violations(divided) == []
+    assert (divided.num_ranks, divided.num_steps) == (dp * cp, plan.num_steps)
+    for step, ranks in enumerate(divided):
+        for data, micros in enumerate(plan[step]):
+            for position, micro in enumerate(micros):
+                parts = [ranks[data * cp + rank][position] for rank in range(cp)]
+                assert {part.slots for part in parts} == {micro.slots // cp}
+                assert sum(part.tokens for part in parts) == micro.tokens
+                for number, length in zip(
+                    micro.segments.sample, micro.segments.length, strict=True
+                ):
+                    columns = [part.segments for part in parts]
+                    held = [
+                        (s.start, s.length) for s in columns for s in [s.take(s.sample == number)]
+                    ]
+                    work = [int((n * (2 * a + n + 1)).sum()) // 2 for a, n in held]
+                    assert sum(work) == length * (length + 1) // 2
+                    # Parts differ by at most one token each.
+                    assert max(work) - min(work) <= 2 * length
 
 
 @given(st.integers(0, 10**6))

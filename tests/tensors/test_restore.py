@@ -12,6 +12,7 @@ from evenstep import Packed, Padded, Plan, Recipe, Steps, Topology, make_plan
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors import (
     Batch,
+    attention,
     join_context,
     join_sequence,
     restore_ragged,
@@ -20,9 +21,11 @@ from evenstep.tensors import (
     shard_context,
     shard_sequence,
 )
+from evenstep.testing import run_ranks
+from evenstep.train import context_attention
 from tests.examples import examples
 from tests.internals import OriginKey as Key
-from tests.internals import Overflow, Sharding, collectives_module
+from tests.internals import Overflow, Sharding
 from tests.tensors.works import Work, make_work, same, works
 
 SMALL = make_plan([1, 3, 2], Recipe(layout=Packed(max_tokens=4)))  # runs [0, 1], then [2]
@@ -331,25 +334,29 @@ def test_micro_batches_without_a_plan_need_the_sharding() -> None:
         restore_tokens(micros, parts, sharding="zigzag")  # type: ignore[arg-type]
 
 
-def test_attention_over_ranks_joins_keys_as_the_batch_was_sharded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recipe = Recipe(layout=Packed(max_tokens=32), topology=Topology(cp=2))
-    (batch,) = make_work([5, 8, 3], recipe).batches
-    shape = (batch.rows, batch.width, 2, 4)  # rows, width, heads, dim
-    q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).double()
-    found = {}
-    for sharding, shard_of in SHARD.items():
-        shards = [shard_of(batch, rank, 2) for rank in range(2)]
-        own = [tuple(shard.take(x).transpose(1, 2) for x in (q, k, v)) for shard in shards]
-        stacked = [torch.stack(mine[1:]).permute(1, 3, 0, 2, 4) for mine in own]
-        monkeypatch.setattr(collectives_module, "gather", lambda x, group, all=stacked: all)
-        outs = [
-            collectives_module.context_attention(mine[0], mine[1], mine[2], shard, None).transpose(
-                1, 2
-            )
-            for mine, shard in zip(own, shards, strict=True)
-        ]
-        join = {"context": lambda o: join_context(o, batch.cu_seqlens), "sequence": join_sequence}
-        found[sharding] = join[sharding](outs)
-    torch.testing.assert_close(found["context"], found["sequence"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sharding", sorted(SHARD))
+def test_attention_of_shards_is_that_of_the_batch(sharding: Sharding, window: int | None) -> None:
+    recipe = Recipe(layout=Padded(max_tokens=64, pad_to=16), topology=Topology(cp=4))
+    (batch,) = make_work([5, 8, 3, 16], recipe).batches
+    shape = (3, batch.rows, batch.width, 2, 4)  # q, k and v, rows, width, heads, dim
+    random = torch.Generator().manual_seed(0)
+    qkv = torch.randn(shape, generator=random, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(shape[1:], generator=random, dtype=torch.float64)
+    weights[~batch.token_mask] = 0
+    q, k, v = qkv.transpose(2, 3)
+    expected = attention(q, k, v, batch, window=window).transpose(1, 2)
+    (gradient,) = torch.autograd.grad((expected * weights).sum(), qkv)
+
+    def run(ranks: Any) -> tuple[Tensor, Tensor]:
+        shard, mine = SHARD[sharding](batch, ranks.rank, 4), qkv.detach().requires_grad_()
+        q, k, v = (shard.take(each).transpose(1, 2) for each in mine)
+        out = context_attention(q, k, v, shard, ranks, window).transpose(1, 2)
+        return out.detach(), torch.autograd.grad((out * shard.take(weights)).sum(), mine)[0]
+
+    outs, gradients = zip(*run_ranks(4, run), strict=True)
+    joined = join_sequence(outs)
+    if sharding == "context":
+        joined = join_context(outs, batch.cu_seqlens)
+    torch.testing.assert_close(joined[batch.token_mask], expected[batch.token_mask].detach())
+    torch.testing.assert_close(sum(gradients), gradient)

@@ -467,21 +467,19 @@ def prefixes_equal(plan: Plan) -> list[str]:
 
 
 def shared_in_one_wave(plan: Plan) -> list[str]:
-    """The parts of a sample that ranks share are in one wave, on different ranks."""
+    """The parts of a sample that ranks share are in one wave."""
     segments, parent = plan.segments, plan.segments.parent
     shared = np.flatnonzero(segments.is_shared)
     if parent is None or not len(shared):
         return []
     micro = plan.micro_batch_of_segment[shared]
     cell = plan.cell_of_micro_batch[micro]
-    wave, rank = micro - plan.cell_offsets[cell], cell % plan.num_ranks
+    wave = micro - plan.cell_offsets[cell]
     sample, start = segments.sample[shared], segments.start[shared]
-    by = np.lexsort((rank, sample))
+    by = np.lexsort((wave, sample))
     same = sample[by][1:] == sample[by][:-1]
     apart = wave[by][1:] != wave[by][:-1]
-    twice = rank[by][1:] == rank[by][:-1]
     wrong = _named(sample[by][1:][same & apart], "is shared by ranks in different waves")
-    wrong += _named(sample[by][1:][same & twice], "has two parts on one rank")
     # The first part sees nothing, all others what is before them; none is a prefix of others.
     expected = np.where(start == 0, -1, ELSEWHERE)
     odd = (parent[shared] != expected) | ~plan.own[shared]
@@ -529,14 +527,17 @@ def exchanges_agree(plan: Plan) -> list[str]:
                 parts, rows = segments.take(exchange.sent), np.full
                 columns = parts.sample, parts.start, parts.length
                 sent.append(np.stack((rows(len(parts), rank), exchange.sent_to, *columns)))
-                sample, start = segments.sample[exchange.seen_by], exchange.received_start
-                columns = sample, start, exchange.received
+                sample, start = exchange.samples[exchange.received_number], exchange.received_start
                 to = exchange.received_from, rows(len(sample), rank)
-                received.append(np.stack((*to, *columns)))
+                received.append(np.stack((*to, sample, start, exchange.received)))
+                parts = segments.take(np.flatnonzero(exchange.number >= 0))
+                sample = np.append(sample, parts.sample)
+                start = np.append(start, parts.start)
+                length = np.append(exchange.received, parts.length)
                 for at in np.flatnonzero(front).tolist():
-                    seen = np.flatnonzero(exchange.seen_by == at)
-                    seen = seen[np.argsort(start[seen])]
-                    ends = offsets_of(exchange.received[seen])
+                    mine = (sample == segments.sample[at]) & (start < front[at])
+                    seen = np.flatnonzero(mine)[np.argsort(start[mine])]
+                    ends = offsets_of(length[seen])
                     if not np.array_equal(ends, [*start[seen], front[at]]):
                         wrong += _named(segments.sample[at : at + 1], "lacks tokens before a part")
             if not sent:

@@ -16,9 +16,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenstep.core import measures, plan_file
 from evenstep.core.checks import offsets_nest
+from evenstep.core.layout import Packed
 from evenstep.core.measures import step_means, step_times
 from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import (
+    ELSEWHERE,
     BoolArray,
     FloatArray,
     IntArray,
@@ -32,7 +34,7 @@ from evenstep.core.ragged import (
     sample_name,
     sum_by,
 )
-from evenstep.core.recipe import Recipe, Steps
+from evenstep.core.recipe import Recipe, Steps, Topology
 from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import FileError, InputError, PlanError
 
@@ -87,8 +89,8 @@ class Exchange:
         sends 4 tokens to ranks 1 and 2    receives 4, sends 2    receives 4 and 2
 
     A part of a sample goes to every rank that holds a later one. Parts are sent and received in the
-    order of ranks and, between two ranks, of the segments that see them. Every rank of the wave has
-    an exchange, also with nothing to send. Segments are counted from the first of the micro-batch.
+    order of ranks and, between two ranks, of samples. Every rank of the wave has an exchange, also
+    with nothing to send. Segments are counted from the first of the micro-batch.
     """
 
     ranks: int
@@ -100,61 +102,54 @@ class Exchange:
     number: IntArray  # of each segment, the index of its sample in `samples`; -1 if it is whole
     sent: IntArray  # segments
     sent_to: IntArray  # rank of each, ascending
-    seen_by: IntArray  # of each part received, the segment that sees it
+    received_number: IntArray  # of each part received, the index of its sample in `samples`
     received: IntArray  # its tokens
     received_start: IntArray  # its first token in the sample
     received_from: IntArray  # its rank, ascending
 
     def take(self, chosen: IntArray) -> Exchange:
         """The same for some segments, ascending, which include all parts of shared samples."""
-        sent, seen_by = (np.searchsorted(chosen, at) for at in (self.sent, self.seen_by))
-        return replace(self, number=self.number[chosen], sent=sent, seen_by=seen_by)
+        return replace(self, number=self.number[chosen], sent=np.searchsorted(chosen, self.sent))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Transfers:
-    """All that ranks exchange in a wave: the tokens of segment `source[i]` go to the rank of
-    segment `target[i]`."""
+class SharedParts:
+    """The parts of all samples that ranks share in a wave, in the order of ranks."""
 
-    segments: Segments
-    source: IntArray
-    target: IntArray
-    rank: IntArray  # of each segment
-    samples: IntArray  # shared in the wave
+    parts: Segments
+    rank: IntArray  # of each part
+    samples: IntArray
     digest: int
 
     @classmethod
-    def of(
-        cls, segments: Segments, source: IntArray, target: IntArray, rank: IntArray
-    ) -> Transfers:
-        """In the order of the segments that see them."""
-        order = np.lexsort((source, target))
-        source, target = source[order], target[order]
-        columns = (segments.sample, segments.start, segments.length, rank)
-        text = b"".join(column[at].tobytes() for column in columns for at in (source, target))
+    def of(cls, parts: Segments, rank: IntArray) -> SharedParts:
+        """With the samples and a digest of these parts."""
+        columns = (parts.sample, parts.start, parts.length, rank)
+        text = b"".join(column.tobytes() for column in columns)
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
-        return cls(segments, source, target, rank, np.unique(segments.sample[target]), digest)
+        return cls(parts, rank, np.unique(parts.sample), digest)
 
-    def exchange(self, first: int, last: int, ranks: int, lengths: IntArray) -> Exchange:
-        """The exchange of the micro-batch of the segments from `first` up to `last`."""
-        sample, rank = self.segments.sample[first:last], self.rank
-        sent = np.flatnonzero((self.source >= first) & (self.source < last))
-        sent = sent[np.argsort(rank[self.target[sent]], kind="stable")]
-        seen = np.flatnonzero((self.target >= first) & (self.target < last))
-        seen = seen[np.argsort(rank[self.source[seen]], kind="stable")]
-        number = np.searchsorted(self.samples, sample)
+    def exchange(self, rank: int, ranks: int, segments: Segments, lengths: IntArray) -> Exchange:
+        """The exchange of a rank, whose micro-batch has these segments."""
+        is_part = np.isin(segments.sample, self.samples)
+        known = np.flatnonzero(np.isin(self.parts.sample, segments.sample))
+        parts, of_part = self.parts.take(known), self.rank[known]
+        source, target = parts.transfers(of_part)
+        sent, seen = of_part[source] == rank, np.flatnonzero(target == rank)
+        seen = source[seen[np.argsort(of_part[source[seen]], kind="stable")]]
+        own = np.cumsum(of_part == rank) - 1  # of each of this rank, its number among them
         return Exchange(
             ranks=ranks,
             digest=self.digest,
             samples=self.samples,
             lengths=lengths,
-            number=np.where(np.isin(sample, self.samples), number, -1),
-            sent=self.source[sent] - first,
-            sent_to=rank[self.target[sent]],
-            seen_by=self.target[seen] - first,
-            received=self.segments.length[self.source[seen]],
-            received_start=self.segments.start[self.source[seen]],
-            received_from=rank[self.source[seen]],
+            number=np.where(is_part, np.searchsorted(self.samples, segments.sample), -1),
+            sent=np.flatnonzero(is_part)[own[source[sent]]],
+            sent_to=target[sent],
+            received_number=np.searchsorted(self.samples, parts.sample[seen]),
+            received=parts.length[seen],
+            received_start=parts.start[seen],
+            received_from=of_part[seen],
         )
 
 
@@ -251,7 +246,7 @@ class MicroBatch:
                 raise InputError(
                     f"sample {sample_name(int(shared[0]))} cannot be left out: it is shared "
                     f"between ranks, which rely on each other's parts. Repair or remove it in the "
-                    f"source, or plan without sharing."
+                    f"source, or plan without sharing and context parallelism."
                 )
         # How many of the segments that stay come before each: where rows start then.
         keep = np.isin(self.segments.sample, np.asarray(samples, np.int64), invert=True)
@@ -594,11 +589,11 @@ class Plan:
     @property
     def exchanged(self) -> tuple[IntArray, IntArray]:
         """(tokens sent, tokens received) of each micro-batch, if ranks share samples; else 0."""
-        source, target = self.segments.transfers()
-        micro, length = self.micro_batch_of_segment, self.segments.length[source]
+        micro = self.micro_batch_of_segment
+        source, target = self.segments.transfers(micro)
         sent, received = (
-            sum_by(micro[at], length, self.num_micro_batches).astype(np.int64)
-            for at in (source, target)
+            sum_by(at, self.segments.length[source], self.num_micro_batches).astype(np.int64)
+            for at in (micro[source], target)
         )
         return sent, received
 
@@ -609,18 +604,19 @@ class Plan:
         cells = self.cell_offsets[step * self.num_ranks : (step + 1) * self.num_ranks + 1]
         offsets = self.segment_offsets[cells[0] : cells[-1] + 1]
         segments = self.segments.take(slice(int(offsets[0]), int(offsets[-1])))
-        source, target = segments.transfers()
         # Of each segment: its micro-batch, its rank, its wave.
         micro = np.repeat(np.arange(cells[0], cells[-1]), np.diff(offsets))
         rank = np.searchsorted(cells, micro, side="right") - 1
-        wave, exchanges = micro - cells[rank], {}
-        for number in np.unique(wave[target]).tolist():
-            here = wave[target] == number
-            transfers = Transfers.of(segments, source[here], target[here], rank)
-            lengths = self.ends(transfers.samples)
-            for each in (cells[list(ranks)] + number).tolist():
-                first, last = (offsets[each - cells[0] :][:2] - offsets[0]).tolist()
-                exchanges[each] = transfers.exchange(first, last, self.num_ranks, lengths)
+        wave, shared, exchanges = micro - cells[rank], segments.is_shared, {}
+        for number in np.unique(wave[shared]).tolist():
+            here = np.flatnonzero(shared & (wave == number))
+            parts = SharedParts.of(segments.take(here), rank[here])
+            lengths = self.ends(parts.samples)
+            for each in ranks:
+                at = int(cells[each]) + number
+                first, last = (offsets[at - cells[0] :][:2] - offsets[0]).tolist()
+                own = segments.take(slice(first, last))
+                exchanges[at] = parts.exchange(each, self.num_ranks, own, lengths)
         return exchanges
 
     # Order of samples --------------------------------------------------------------------------
@@ -857,6 +853,54 @@ def on_fewer_ranks(plan: Plan, ranks: int) -> Plan:
         micro_offsets=offsets_of(rows),
         cell_offsets=np.arange(ranks + 1) * (len(order) // ranks),
         widths=plan.widths[order],
+    )
+
+
+def on_context_ranks(plan: Plan) -> Plan:
+    """The same micro-batches, each divided between the context-parallel ranks of its rank.
+
+    Each of cp ranks runs two of 2 cp equal parts of every sample, one from either side, so that
+    causal work is even: 9 tokens on 2 ranks, parts of 2, 2, 2 and 3 -> parts 0, 3 and 1, 2. Rank
+    r of these is rank d * cp + r of all.
+    """
+    recipe, segments, cp = plan.recipe, plan.segments, plan.recipe.topology.cp
+    if segments.parent is not None or (segments.length < plan.ends(segments.sample)).any():
+        raise PlanError(
+            "context-parallel ranks divide whole samples, but this plan has split ones or prefixes "
+            "that samples share. Set overflow to 'truncate' or 'drop', plan without prefixes, or "
+            "set topology.cp to 1."
+        )
+    cell, micros = plan.cell_of_micro_batch, np.diff(plan.cell_offsets)
+    rank = np.arange(cp)
+    # (micro-batches, cp): those of rank 0 of a cell, then those of rank 1, ...
+    number = np.arange(plan.num_micro_batches) + (cp - 1) * plan.cell_offsets[cell]
+    number = number[:, None] + rank * micros[cell][:, None]
+    # (segments, cp, 2): the parts of each rank
+    part = np.stack((rank, 2 * cp - 1 - rank), axis=1)
+    start, end = (segments.length[:, None, None] * (part + at) // (2 * cp) for at in (0, 1))
+    owner = np.broadcast_to(number[plan.micro_batch_of_segment][..., None], start.shape)
+    sample = np.broadcast_to(segments.sample[:, None, None], start.shape)
+    real = end > start
+    order = np.argsort(owner[real], kind="stable")
+    sample, start, end, owner = (x[real][order] for x in (sample, start, end, owner))
+    widths = np.empty(number.size, np.int64)
+    widths[number] = (plan.slots // cp)[:, None]
+    longest = recipe.longest_segment or int(plan.lengths.max(initial=1))
+    return replace(
+        plan,
+        recipe=Recipe(
+            layout=Packed(max_tokens=longest),
+            topology=Topology(dp=plan.num_ranks * cp),
+            steps=recipe.steps,
+            overflow=recipe.overflow,
+            groups=recipe.groups,
+            cost=recipe.cost,
+        ),
+        segments=Segments(sample, start, end - start, np.where(start > 0, ELSEWHERE, -1)),
+        row_offsets=offsets_of(np.bincount(owner, minlength=number.size)),
+        micro_offsets=np.arange(number.size + 1),
+        cell_offsets=offsets_of(np.repeat(micros, cp)),
+        widths=widths,
     )
 
 

@@ -43,6 +43,17 @@ def ranges_of(firsts: IntArray, lengths: IntArray) -> IntArray:
     return np.repeat(firsts - before[:-1], lengths) + np.arange(before[-1])
 
 
+def seen_before(sample: IntArray, start: IntArray) -> tuple[IntArray, IntArray]:
+    """All pairs of a part of a sample and a later one, in the order of the later ones.
+
+    samples [0, 1, 0, 0] from [4, 0, 0, 6] -> parts [2, 2, 0], those that see them [0, 3, 3]
+    """
+    order = np.lexsort((start, sample))
+    first = np.searchsorted(sample[order], sample[order])  # part of the same sample
+    before = np.arange(len(order)) - first
+    return order[ranges_of(first, before)], np.repeat(order, before)
+
+
 def sum_by(owner: IntArray, values: NDArray[Any], count: int) -> FloatArray:
     """Sum `values` by owner, in float64: owners [0, 1, 0] of values [1, 2, 3] -> [4, 2]."""
     return np.bincount(owner, weights=values, minlength=count).astype(np.float64, copy=False)
@@ -209,16 +220,22 @@ class Segments:
             return np.zeros(len(self), bool)
         return np.isin(self.sample, self.sample[self.parent == ELSEWHERE])
 
-    def transfers(self) -> tuple[IntArray, IntArray]:
-        """(the segments that are sent, those that see them) of samples shared between ranks.
+    def transfers(self, place: IntArray) -> tuple[IntArray, IntArray]:
+        """(segments that are sent, places they are sent to), if segments are at `place`: ranks, or
+        micro-batches.
 
-        Each part of a sample goes to all later ones: three parts 4, 1, 7 -> [4, 4, 1], [1, 7, 7].
+        Each part of a shared sample goes to all other places that hold a later one, in their order,
+        and to each in the order of samples. Parts 4, 1, 7 at 2, 0, 1 -> [4, 4, 1], [0, 1, 1].
         """
-        shared = np.flatnonzero(self.is_shared)
-        parts = shared[np.lexsort((self.start[shared], self.sample[shared]))]
-        first = np.searchsorted(self.sample[parts], self.sample[parts])  # part of the same sample
-        before = np.arange(len(parts)) - first
-        return parts[ranges_of(first, before)], np.repeat(parts, before)
+        parts = np.flatnonzero(self.is_shared)
+        parts = parts[np.lexsort((self.start[parts], self.sample[parts]))]
+        source, later = seen_before(self.sample[parts], self.start[parts])
+        target = place[parts][later]
+        away = target != place[parts][source]
+        # Several parts at one place may see the same.
+        pairs = np.unique((target * len(parts) + source)[away])
+        target, source = np.divmod(pairs, max(len(parts), 1))
+        return parts[source], target
 
     def take(self, index: IntArray | slice) -> Segments:
         """The segments at `index`, in that order; of whole micro-batches if they have parents."""

@@ -39,7 +39,7 @@ class Topology(Derived):
     """The sizes of the data-, context-, tensor- and pipeline-parallel groups.
 
     dp   data-parallel ranks
-    cp   context-parallel ranks, which share the tokens of a sample
+    cp   context-parallel ranks, each of which runs a part of every sample
     tp   tensor-parallel ranks
     pp   pipeline stages
     vpp  virtual stages per pipeline stage

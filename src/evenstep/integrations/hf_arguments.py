@@ -135,7 +135,7 @@ def _check_seeing(batch: Batch, model: Any, traits: Traits, labels: bool) -> Non
     """Raise if the model cannot run segments that see others, by its arguments."""
     what, remedy = "samples cannot share prefixes", "plan without prefixes"
     if batch.exchange is not None:
-        what, remedy = "ranks cannot share samples", "plan without sharing"
+        what, remedy = "ranks cannot share samples", "plan without sharing and context parallelism"
     taken = sorted(batch.unshared.extras.keys() & traits.parameters.keys() - {*_SET_HERE})
     config = None if model is None else text_config(core_of(model))
     why = None
@@ -244,8 +244,8 @@ def refuse_shard(batch: Any) -> None:
     if isinstance(batch, BatchShard):
         raise InputError(
             "a Hugging Face model cannot run a batch shard, because its attention sees only the "
-            "tokens of one rank. Pass the whole batch, or use a model whose attention gathers "
-            "keys, such as context_attention of evenstep.train."
+            "tokens of one rank. Leave out Runner(shard=...): after use_attention(model), the "
+            "runner divides samples itself."
         )
 
 

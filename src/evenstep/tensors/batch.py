@@ -197,7 +197,7 @@ class BatchExchange(_Movable):
         if not causal:
             raise ConfigError(
                 "ranks share samples in this wave, whose tokens see only those before them, but "
-                "this layer is not causal. Plan without sharing."
+                "this layer is not causal. Plan without sharing and context parallelism."
             )
         # (rows, heads, width, dim) -> (slots, heads, dim)
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (k, v)]

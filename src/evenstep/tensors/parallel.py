@@ -17,12 +17,24 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from evenstep.core.ragged import rounded_up
+from evenstep.core.plan import MicroBatch, SharedParts
+from evenstep.core.ragged import ELSEWHERE, Segments, offsets_of, rounded_up
 from evenstep.errors import InputError
-from evenstep.tensors.batch import PER_SLOT, Batch, BatchShard, Sharding, Slots
+from evenstep.tensors.batch import (
+    PER_SLOT,
+    Batch,
+    BatchExchange,
+    BatchShard,
+    Boundaries,
+    Sharding,
+    Slots,
+)
+from evenstep.tensors.trees import exchange_of, keys_of
 
 
 def shard_context(batch: Batch, rank: int, size: int) -> BatchShard:
@@ -167,6 +179,39 @@ def _shard(batch: Batch, slot_ids: Tensor, rank: int, size: int, sharding: Shard
         if batch.aligned[name] in ("token", "label"):
             extras[name] = take(extras[name])
     return BatchShard(**values, slot_ids=slot_ids, rank=rank, size=size, sharding=sharding)
+
+
+def shard_boundaries(shard: BatchShard) -> tuple[Boundaries, BatchExchange]:
+    """Which keys the slots of a shard see, and what its rank exchanges with the others for them."""
+    ends, size, slots = shard.cu_seqlens.cpu(), shard.size, shard.rows * shard.width
+    every = torch.arange(slots * size).view(shard.rows, size, -1)
+    context = shard.sharding == "context"
+    of_ranks = [_zigzag(ends, r, size) if context else every[:, r].flatten() for r in range(size)]
+    slot, rank = torch.cat(of_ranks), torch.arange(size).repeat_interleave(slots)
+    tile = torch.bucketize(slot, ends[1:], right=True)
+    # A part: slots of one tile that follow each other on one rank.
+    new = (slot.diff() != 1) | (tile.diff() != 0) | (rank.diff() != 0)
+    first = functional.pad(new.nonzero()[:, 0] + 1, (1, 0)).numpy()
+    length = np.diff(first, append=len(slot))
+    sample, rank = tile.numpy()[first], rank.numpy()[first]
+    start = slot.numpy()[first] - ends.numpy()[sample]
+    parts = Segments(sample, start, length, np.where(start > 0, ELSEWHERE, -1))
+    shared = np.flatnonzero(parts.is_shared)
+    mine = parts.take(np.flatnonzero(rank == shard.rank))
+    lengths = np.diff(ends.numpy())
+    wave = SharedParts.of(parts.take(shared), rank[shared])
+    exchange = wave.exchange(shard.rank, size, mine, lengths[wave.samples])
+    micro = MicroBatch(
+        mine, np.array([0, len(mine)]), slots, lengths[mine.sample], exchange=exchange
+    )
+    keys, exchanged = keys_of(micro), exchange_of(micro)
+    assert exchanged is not None
+    offsets = torch.from_numpy(offsets_of(mine.length).astype(np.int32)).to(shard.device)
+    bounds = Boundaries(shard.rows, shard.width, offsets, int(mine.length.max()))
+    if keys is not None:
+        keys, received = keys.to(shard.device), sum(exchanged.received)
+        bounds = bounds.seeing(keys.slots, keys.cu_seqlens, keys.max_seqlen, received)
+    return bounds, exchanged.to(shard.device)
 
 
 def _zigzag(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:

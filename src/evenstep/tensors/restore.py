@@ -175,27 +175,6 @@ def restore_sequences(
     return restored.scatter_reduce(0, across, values, how, include_self=False)
 
 
-def sum_shared(
-    micro_batches: Sequence[MicroBatch], restored: RaggedTensor, ranks: Any
-) -> RaggedTensor:
-    """Results of `restore_ragged` on each rank -> the same, with samples that ranks share whole.
-
-    Tokens that did not run here must be 0. Every rank of the step calls this.
-    """
-    exchanges = [micro.exchange for micro in micro_batches if micro.exchange is not None]
-    samples, length = (
-        _join(getattr(e, name) for e in exchanges) for name in ("samples", "lengths")
-    )
-    ids = np.unique(_join(micro.segments.sample for micro in micro_batches))
-    mine = np.flatnonzero(np.isin(samples, ids))
-    values, offsets = restored.values, restored.offsets.cpu().numpy()
-    first = (offsets[np.searchsorted(ids, samples[mine])], offsets_of(length)[mine])
-    here, table = (torch.from_numpy(ranges_of(at, length[mine])).to(values.device) for at in first)
-    joined = values.new_zeros((int(length.sum()), *values.shape[1:]))
-    joined = ranks.all_reduce_sum(joined.index_copy_(0, table, values[here])).to(values.device)
-    return RaggedTensor(values.index_copy(0, here, joined[table]), restored.offsets)
-
-
 # Where results come from -----------------------------------------------------------------------
 
 

@@ -38,6 +38,8 @@ BLOCK = 128
 """Slots per side of a FlexAttention block."""
 LEAST = 64
 """Fewest queries of a block where a window limits the keys."""
+MASKED = 256
+"""Queries of a block where keys are in front of a segment: masks grow with keys alone."""
 LARGEST = 256
 """Largest head dimension of the kernels of flash attention."""
 FEW = 256
@@ -304,7 +306,7 @@ def _segments(call: Call) -> Tensor:
 
 
 def _segment(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention within one tile. A window limits the keys of each block of queries.
+    """Attention within one tile. Its place and a window limit the keys of each block of queries.
 
     The last query and the last key belong to the same token: 2 queries see 4 keys as the tokens
     2 and 3 of 4 would.
@@ -313,7 +315,7 @@ def _segment(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     before = keys - length  # keys in front of the first query
     if not before and (window is None or window >= length):
         return scaled(call, q, k, v, None)
-    reach, size = (keys, length) if window is None else (window, max(window, LEAST))
+    reach, size = (keys, MASKED) if window is None else (window, max(window, LEAST))
     out, places = [], torch.arange(keys, device=q.device)
     for begin in range(0, length, size):
         end = min(begin + size, length)

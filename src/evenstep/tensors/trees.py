@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from evenstep.core.plan import MicroBatch
-from evenstep.core.ragged import IntArray, Segments, offsets_of, ranges_of, sum_by
+from evenstep.core.ragged import IntArray, Segments, offsets_of, ranges_of, seen_before, sum_by
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchExchange, Keys, Tree
 
@@ -73,8 +73,7 @@ def keys_of(micro: MicroBatch) -> Keys | None:
     """The keys of each tile: what its segment sees in front of itself, then its own slots with
     their padding. None if no segment sees another one."""
     segments, placement, exchange = micro.segments, micro.placement, micro.exchange
-    parts = np.empty(0, np.int64) if exchange is None else exchange.seen_by
-    if segments.parent is None or not (segments.shares_slots or len(parts)):
+    if segments.parent is None:
         return None
     tiles = np.flatnonzero(placement.segment >= 0)
     tails = np.flatnonzero(placement.segment < 0)
@@ -84,11 +83,18 @@ def keys_of(micro: MicroBatch) -> Keys | None:
     inside = np.where(path == segment, placement.slots[tiles][path], segments.length[path])
     count = [inside, placement.slots[tails]]
     if exchange is not None:
-        # Parts that other ranks send lie behind all slots, in the order of ranks.
-        order = np.lexsort((exchange.received_start, parts))
-        owner.insert(0, tiles[parts[order]])
-        first.insert(0, (micro.slots + offsets_of(exchange.received)[:-1])[order])
-        count.insert(0, exchange.received[order])
+        # A part sees those of its sample before it. Those that other ranks send lie behind all
+        # slots, in the order of ranks.
+        own = np.flatnonzero(exchange.number >= 0)
+        sample = np.append(exchange.number[own], exchange.received_number)
+        start = np.append(segments.start[own], exchange.received_start)
+        length = np.append(segments.length[own], exchange.received)
+        behind = micro.slots + offsets_of(exchange.received)[:-1]
+        slot = np.append(placement.offsets[tiles[own]], behind)
+        seen, by = seen_before(sample, start)
+        seen, by = seen[by < len(own)], by[by < len(own)]
+        for column, values in ((owner, tiles[own[by]]), (first, slot[seen]), (count, length[seen])):
+            column.insert(0, values)
     tile, counts = np.concatenate(owner), np.concatenate(count)
     by_tile = np.argsort(tile, kind="stable")
     keys = sum_by(tile, counts, len(placement.real)).astype(np.int64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evenstep.core.plan import MicroBatch
+from evenstep.core.plan import MicroBatch, on_context_ranks
 from evenstep.core.step import Step
 from evenstep.core.text import short_repr
 from evenstep.data.source import digest_of
@@ -283,6 +284,25 @@ def compare_plans(step: Any, collective: Collective, always: bool = False) -> bo
     return True
 
 
+def context_step(step: Any, collective: Collective) -> Any:
+    """The step, or this rank's parts of its samples if its context-parallel ranks are among the
+    ranks of the collective."""
+    plan = getattr(step, "plan", None)
+    if plan is None or collective.size == plan.num_ranks:
+        return step
+    cp = plan.recipe.topology.cp
+    if collective.size != plan.num_ranks * cp:
+        return step
+    if step.batches is not None:
+        raise ConfigError(
+            f"topology.cp={cp} divides samples between ranks before they are collated, but this "
+            f"step holds batches. Pass a step with samples, which the runner collates."
+        )
+    plan = on_context_ranks(plan)
+    micros = tuple(micro.renumbered(step.sample_ids) for micro in plan[0, collective.rank])
+    return replace(step, micro_batches=micros, ranks=plan.num_ranks, plan=plan, costs=(), _read={})
+
+
 def check_exchange(exchange: BatchExchange, collective: Collective, compared: bool) -> None:
     """Raise if the runner cannot exchange the samples that a wave shares."""
     ranks = len(exchange.sent)
@@ -304,7 +324,7 @@ def check_exchanged(model: Any, batch: Batch, before: int) -> None:
         raise ConfigError(
             f"{type(unwrapped(model)).__name__} does not see the tokens that other ranks hold of a "
             f"shared sample. Use evenstep.tensors.attention in its layers (use_attention(model) "
-            f"for Hugging Face models), or plan without sharing."
+            f"for Hugging Face models), or plan without sharing and context parallelism."
         )
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, distributed
-from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import BatchShard
+from evenstep.tensors.batch import BatchExchange, BatchShard, Boundaries
 from evenstep.tensors.losses import Metric, merge
-from evenstep.tensors.parallel import join_context, join_sequence
+from evenstep.tensors.parallel import shard_boundaries
+from evenstep.tensors.segment_attention import Call, attend
 
 
 class Collective(Protocol):
@@ -264,51 +265,22 @@ def context_attention(
 ) -> Tensor:
     """Compute attention within each segment of the whole batch for the slots of `shard`.
 
-    q, k and v are (rows, heads, width / size, dim), the slots of this rank. Keys and values are
-    gathered, so their memory does not shrink with more ranks; queries, scores and other
-    activations do.
+    q, k and v are (rows, heads, width / size, dim), the slots of this rank. Keys and values come
+    from the other ranks of `group`, a process group or a collective, as far as slots here see them.
 
         shard = shard_context(batch, rank, size)
         out = context_attention(q, k, v, shard, group)
     """
-    # (rows, heads, width / size, dim) -> (rows, width / size, 2, heads, dim), and the whole width
-    parts = gather(torch.stack((k, v)).permute(1, 3, 0, 2, 4), group)
-    context = shard.sharding == "context"
-    every = join_context(parts, shard.cu_seqlens) if context else join_sequence(parts)
-    k, v = every.permute(2, 0, 3, 1, 4)
-    return functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=visible(shard, window), enable_gqa=q.shape[1] != k.shape[1]
-    )
+    if shard.slot_ids not in _SHARDS:
+        _SHARDS[shard.slot_ids] = shard_boundaries(shard)
+    bounds, exchange = _SHARDS[shard.slot_ids]
+    ranks = group if hasattr(group, "all_to_all") else Distributed(group)
+    if exchange.ranks != ranks:
+        exchange = exchange.between(ranks)
+        _SHARDS[shard.slot_ids] = bounds, exchange
+    k, v = exchange.join(k, v)
+    return attend(Call(q, k, v, bounds, window=window))
 
 
-def visible(shard: BatchShard, window: int | None = None) -> Tensor:
-    """(rows, 1, width / size, width) bool: which slots of its row each slot attends to."""
-    width = shard.width * shard.size
-    row = torch.arange(shard.rows, device=shard.device)[:, None] * width
-    last = shard.slot_ids - row
-    first = shard.cu_seqlens[shard.segment_ids] - row
-    if window is not None:
-        first = torch.maximum(first, last - (window - 1))
-    slot = torch.arange(width, device=shard.device)
-    return ((first[..., None] <= slot) & (slot <= last[..., None])).unsqueeze(1)
-
-
-def gather(x: Tensor, group: Any) -> list[Tensor]:
-    """Every rank's `x`, in group order. The backward sums each rank's gradient over ranks."""
-    return list(_Gather.apply(x, group))
-
-
-class _Gather(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> tuple[Tensor, ...]:
-        ctx.group = group
-        gathered = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
-        distributed.all_gather(gathered, x.contiguous(), group=group)
-        return tuple(gathered)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # Every backend supports all-reduce; reduce-scatter would move half as much data.
-        every = torch.stack(gradients)
-        distributed.all_reduce(every, group=ctx.group)
-        return every[distributed.get_rank(ctx.group)], None
+_SHARDS: MutableMapping[Tensor, tuple[Boundaries, BatchExchange]] = WeakIdKeyDictionary()
+"""Of shards by their slots: where their keys are, which all layers of a model use."""

@@ -103,8 +103,10 @@ class Runner:
     forward       (model, batch) -> outputs, as the loss function takes them; None uses `hf_forward`
                   for Hugging Face models and `model(batch)` for others. Of a `ModelOutput`, losses
                   get the logits; return `dict(outputs)` to pass on all of it
-    shard         Batch -> BatchShard of this context-parallel rank, e.g.
-                  `lambda batch: shard_context(batch, rank, size)`
+    shard         for attention of your own: Batch -> BatchShard of this context- or
+                  sequence-parallel rank, e.g. `lambda batch: shard_context(batch, rank, size)`.
+                  Without it, the runner divides samples if the collective holds all data- and
+                  context-parallel ranks of the plan
     preprocess    Batch -> Batch, without gradient, on the device and just before the micro-batch
                   runs; for example adds the log-probs of a reference model as an extra
     device        where batches are moved before they run; None: where the model's first parameter
@@ -212,6 +214,7 @@ class Runner:
                 "a runner computes gradients, but torch.no_grad or inference_mode is on. Leave it "
                 "out, or use compute_log_probs for values without gradients."
             )
+        step = step if self.shard else checks.context_step(step, self.collective)
         split = self.on_memory == "split"
         if split and (not isinstance(step, Step) or step.batches is not None):
             raise ConfigError(
@@ -222,7 +225,7 @@ class Runner:
         if split and digests:
             raise ConfigError(
                 "on_memory='split' divides micro-batches, but this step shares samples between "
-                "ranks. Use on_memory='raise', or plan without sharing."
+                "ranks. Use on_memory='raise', or plan without sharing and context parallelism."
             )
         if checks.compare_plans(step, self.collective, always=not self._compared):
             self._compared[:] = [getattr(step, "fingerprint", "")]

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from evenstep.core.plan import MicroBatch, Plan
+from evenstep.core.plan import MicroBatch, Plan, on_context_ranks
 from evenstep.core.prefixes import find_prefixes
 from evenstep.core.recipe import Recipe, Steps, check_recipe
 from evenstep.core.step import Step
@@ -23,7 +23,7 @@ from evenstep.tensors.batch import Batch
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.head import Head, HeadOption, Wanted, positive, score
 from evenstep.tensors.losses import Sums, select_output
-from evenstep.tensors.restore import restore_ragged, sum_shared
+from evenstep.tensors.restore import Key, restore_ragged
 from evenstep.tensors.transport import CALLS
 from evenstep.train.checks import (
     TokenIds,
@@ -31,6 +31,7 @@ from evenstep.train.checks import (
     check_exchanged,
     check_fingerprints,
     compare_plans,
+    context_step,
     exchange_digests,
 )
 from evenstep.train.collectives import Alone, Bundle, Collective
@@ -74,8 +75,9 @@ def compute_log_probs(
     to token i. The first token, and tokens that the recipe drops or truncates, get 0.
 
     A `Step` in place of samples and recipe gives the results of this rank's samples, in the order
-    of `step.own_sample_ids`, without communication. Only where ranks share samples does it need
-    the `collective`: results are those of whole samples on each rank that runs a part.
+    of `step.own_sample_ids`, without communication. Only where ranks share samples or divide them
+    (`topology.cp`) does it need the `collective`: results are those of whole samples on each rank
+    that runs a part.
 
     Batches are moved to `device`; None: where the model's first parameter is. So are results.
 
@@ -109,9 +111,11 @@ def compute_log_probs(
         ranks=collective,
     )
     if isinstance(samples, Step):
-        digests, plan = exchange_digests(samples), samples.plan
+        step = samples if collective is None else context_step(samples, collective)
+        digests, plan = exchange_digests(step), step.plan
         may_share = bool(digests) or (plan is not None and plan.recipe.sharing is not None)
-        if recipe is not None or (collective is not None and not may_share) or share_prefixes:
+        useless = collective is not None and not may_share and step is samples
+        if recipe is not None or useless or share_prefixes:
             raise ConfigError(
                 "a step is planned and holds this rank's samples only, so recipe, collective and "
                 "share_prefixes have no effect. Leave them out."
@@ -122,14 +126,23 @@ def compute_log_probs(
                 "collective=Distributed()."
             )
         if collective is not None:
-            compare_plans(samples, collective)
-        items = samples if samples.batches is None else samples.batches
-        if samples.batches is None:
-            scorer.check(samples, samples.plan, collective or Alone())
-        restored = restore_ragged(samples, scorer.results(items), shifted=True)
-        if digests and collective is not None:
-            restored = sum_shared(samples.micro_batches, restored, collective)
-        return list(restored.values.split(torch.diff(restored.offsets).tolist()))
+            compare_plans(step, collective)
+        items = step if step.batches is None else step.batches
+        if step.batches is None:
+            scorer.check(step, plan, collective or Alone())
+        results = scorer.results(items)
+        if step is samples and not digests:
+            restored = restore_ragged(step, results, shifted=True)
+            return list(restored.values.split(torch.diff(restored.offsets).tolist()))
+        if plan is None or step.sample_ids is None or collective is None:
+            raise ConfigError(
+                "ranks share samples of this step, which was resumed within, so its plan is not "
+                "known. Pass a whole step."
+            )
+        mine = [(0, collective.rank, position) for position in range(len(step))]
+        scores = _of_all_ranks(plan, mine, results, collective)
+        by_id = dict(zip(step.sample_ids.tolist(), scores, strict=True))
+        return [by_id[number] for number in samples.own_sample_ids.tolist()]
     ranks = Alone() if collective is None else collective
     return _score_planned(scorer, samples, recipe, ranks, share_prefixes)
 
@@ -179,10 +192,12 @@ def _score_planned(
             f"samples must be mappings with input_ids, got a {type(samples[0]).__name__}. Pass "
             f"[{{'input_ids': tokens}} for tokens in ...]."
         )
-    if recipe.topology.dp != ranks.size:
+    topology = recipe.topology
+    divides = topology.cp > 1 and ranks.size == topology.dp * topology.cp
+    if ranks.size != topology.dp and not divides:
         raise ConfigError(
-            f"the recipe plans for {recipe.topology.dp} ranks, but the collective has "
-            f"{ranks.size}. Set topology.dp to {ranks.size}."
+            f"the recipe plans for {topology.dp} ranks, but the collective has {ranks.size}. Set "
+            f"topology.dp to {ranks.size}."
         )
     count = range(len(samples))
     prefixes = find_prefixes([samples[i]["input_ids"] for i in count]) if share else None
@@ -192,19 +207,27 @@ def _score_planned(
         return [
             torch.zeros((length, *shape), device=scorer.device) for length in plan.lengths.tolist()
         ]
+    if divides:
+        plan = on_context_ranks(plan)
     mine = {
         (step, ranks.rank, position): micro
         for step in range(plan.num_steps)
         for position, micro in enumerate(plan[step, ranks.rank])
     }
     items = [(micro, samples) for micro in mine.values()]
-    if recipe.sharing is not None and ranks.size > 1:
+    if ranks.size > 1 and (recipe.sharing is not None or divides):
         text = f"{plan.lengths.tolist()} {exchange_digests([*mine.values()])}"
         check_fingerprints(digest_of(text, size=8).hex(), ranks)
     scorer.check(items, plan, ranks)
-    results = scorer.results(items)
+    return _of_all_ranks(plan, mine, scorer.results(items), ranks)
+
+
+def _of_all_ranks(
+    plan: Plan, keys: Iterable[Key], results: Iterable[Tensor], ranks: Collective
+) -> list[Tensor]:
+    """The scores of every sample of a plan, of which `results` are those of this rank."""
     with torch.no_grad():
-        restored = restore_ragged(plan, dict(zip(mine, results, strict=True)), shifted=True)
+        restored = restore_ragged(plan, dict(zip(keys, results, strict=True)), shifted=True)
         values = ranks.all_reduce_sum(restored.values).to(restored.values.device)
     return list(values.split(plan.lengths.tolist()))
 
@@ -341,6 +364,7 @@ def evaluate(
     with torch.no_grad(), _evaluating(runner.model):
         torch.clear_autocast_cache()  # casts of weights before the last update
         for step in stream:
+            step = step if runner.shard else context_step(step, runner.collective)
             compare_plans(step, runner.collective)
             if runner.check_prefixes and step.batches is None and runner.shard is None:
                 check_sharing(
