@@ -41,7 +41,7 @@ def plain(logits: Any, batch: Any) -> Any:
     return functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
 
 
-class Bare(torch.nn.Module):
+class Bare(torch.nn.Module):  # type: ignore[misc]
     """An embedding and a linear layer: nearly nothing besides the loss."""
 
     def __init__(self) -> None:
