@@ -218,6 +218,9 @@ if TYPE_CHECKING:
         refusal,
         varlen,
     )
+    from evenstep.tensors.transport import exchange as exchange_rows
+    from evenstep.tensors.transport import exchange_backward as exchange_rows_backward
+    from evenstep.tensors.transport import name_of as name_of_ranks
     from evenstep.testing.content import content_of
     from evenstep.testing.gradients import errors_of_parameters
     from evenstep.testing.plans import shortest_first

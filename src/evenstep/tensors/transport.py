@@ -69,7 +69,8 @@ def _exchange_fake(
     k: Tensor, v: Tensor, slots: Tensor, sent: list[int], received: list[int], ranks: str
 ) -> Tensor:
     entries = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
-    return k.new_empty(sum(received) or 1, entries)
+    dtype = torch.promote_types(k.dtype, v.dtype)
+    return k.new_empty(sum(received) or 1, entries, dtype=dtype)
 
 
 @torch.library.custom_op("evenstep::exchange_backward", mutates_args=())  # type: ignore[untyped-decorator]
@@ -83,7 +84,7 @@ def exchange_backward(
         return k.new_zeros(1, 1, 1), v.new_zeros(1, 1, 1)
     parts = rows.split([k[0].numel(), v[0].numel()], dim=1)
     dk, dv = (
-        sum_rows(part.contiguous(), slots, len(x)).unflatten(1, x.shape[1:])
+        sum_rows(part.contiguous(), slots, len(x)).unflatten(1, x.shape[1:]).to(x.dtype)
         for part, x in zip(parts, (k, v), strict=True)
     )
     return dk, dv
