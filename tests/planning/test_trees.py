@@ -165,7 +165,7 @@ def test_a_sample_with_a_prefix_is_not_split() -> None:
 
 
 def test_the_naive_checker_sees_damage() -> None:
-    case = random_case(11)
+    case = random_case(12)
     plan = case.plan()
     segments = plan.segments
     assert segments.parent is not None

@@ -1,16 +1,15 @@
 """Trees: steps in which samples with a common prefix compute it once.
 
-    samples a b c d | e f   ->   forks 0, 2, 2 | 0, 3   ->   a forest, cut into pieces that move
+    samples a b c d | e f   ->   forks 0, 2, 2, 1 | 0, 3   ->   pieces of trees, which move
 
 Samples stand in the order of their prefixes. `forks[i]` are the leading tokens that leaf i shares
 with the leaf before it: one less than the equal tokens, so that every slot has one label. Running
-minima of the forks of any subset are the forks of that subset, so one kernel grows the forest of a
-step and of every micro-batch.
+minima of the forks of any subset are the forks of that subset, and they say what it takes: a leaf
+adds the tokens behind the longest fork that it has with a leaf of its pack.
 
-forest    leaves and shared nodes; a node that does not save time is not shared
-atoms     what changes packs as a whole: a leaf, or the leaves of a group, with all nodes it needs
-pieces    atoms of one tree that fit together, first whole trees, packed like other units
-refine    atoms change packs; a pack pays for a node once, and for a path again where it is divided
+pieces    whole trees, or parts of those that are too large, are packed like other units
+refine    leaves change packs: a tree is divided, and repeats a path, where that evens out loads
+lay       each micro-batch gets the nodes of its leaves
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from evenstep.core.ragged import (
     BoolArray,
     FloatArray,
     IntArray,
+    Ragged,
     Segments,
     by_first_appearance,
-    divided_up,
     rounded_up,
     sum_by,
 )
@@ -38,11 +37,11 @@ from evenstep.planning.kernels import kernel
 from evenstep.planning.step import THOROUGH, DecidedStep, decide_step, search_packs
 from evenstep.planning.units import Problem, Units
 
-_COUNTED = 2**26  # packs x nodes up to which atoms change packs: their counts take 256 MiB
-_TRIES = 2_000  # of each of three phases of exchanges, from each start, and one per atom
-_STARTS, _FEW = 3, 256  # starts for few atoms, which even out less by themselves
+_LARGE = 2  # mean loads from which on a tree is divided before it is packed
+_TRIES = 9_000  # of each of three phases of exchanges, or one per unit if those are more
 _MORE = 3  # times as many exchanges of pieces as of units
 _ROUNDING = 1 + 1e-12
+_COUNTED = 2**26  # packs x nodes up to which leaves change packs: their counts take 256 MiB
 
 
 def check_trees(recipe: Recipe, lengths: IntArray, names: IntArray, prefixes: Prefixes) -> None:
@@ -85,27 +84,17 @@ def share_prefixes(
 
     Sample numbers of `prefixes` are those of `segments`.
     """
-    forest = grow_forest(segments, recipe, prefixes)
-    if not forest.forks.any():
-        return decide_step(segments, units, recipe, wanted)
-    shared = _search(forest, units, recipe, wanted)
-    most = recipe.steps.micro_batches
-    if shared is not None and (
-        shared.per_rank > (most or shared.per_rank) or _over(shared, recipe)
-    ):
-        shared = None
-    large = _too_large(units, recipe) & (units.count > 1)
-    needed = bool(large.any())  # a group fits only with a shared prefix
+    leaves = _Leaves.of(segments, units, recipe, prefixes)
+    shared = _search(leaves, recipe, wanted) if leaves.forks.any() else None
+    needed = bool((_too_large(units, recipe) & (units.count > 1)).any())
+    if needed and shared is None:
+        raise PlanError(
+            "a group fits into a micro-batch only with its shared prefix, and no such plan of its "
+            "step was found. Raise layout.max_tokens or steps.micro_batches, or set groups='step'."
+        )
     if shared is None:
-        if needed:
-            raise PlanError(
-                "a group fits into a micro-batch only with its shared prefix, and no such plan of "
-                "its step was found. Raise layout.max_tokens or steps.micro_batches, or set "
-                "groups='step'."
-            )
         return decide_step(segments, units, recipe, wanted)
-    time, alone = time_of(shared, recipe), rounded_up(segments.length, recipe.topology.alignment)
-    least = float(recipe.cost.of_lengths(alone).sum()) / recipe.topology.dp
+    time, least = time_of(shared, recipe), float(units.cost.sum()) / recipe.topology.dp
     if needed or time <= least + recipe.cost.per_micro_batch:
         return shared
     apart = decide_step(segments, units, recipe, wanted)
@@ -116,25 +105,6 @@ def _too_large(units: Units, recipe: Recipe) -> BoolArray:
     """Which units exceed a pack without shared prefixes."""
     large: BoolArray = units.size > (recipe.capacity or 0)
     return large | (units.extra > units.caps * _ROUNDING).any(1)
-
-
-def _over(step: DecidedStep, recipe: Recipe) -> bool:
-    """Whether a micro-batch of several segments exceeds the budget, `limits.cost` or `gathered`.
-
-    A group may fit by the nodes of all samples, and not by those that are worth it in its step. And
-    where alignment pads a node, it and its only child cost less apart than as one segment.
-    """
-    aligned = rounded_up(step.segments.length, recipe.topology.alignment)
-    several = np.bincount(step.micro) > 1
-    over = several & (sum_by(step.micro, aligned, 0) > (recipe.capacity or 0))
-    if recipe.limits.cost is not None:
-        costs = sum_by(step.micro, recipe.cost.of_lengths(aligned, step.segments.behind), 0)
-        most = recipe.limits.cost * _ROUNDING
-        over |= several & (costs + recipe.cost.per_micro_batch > most)
-    if (behind := step.segments.behind) is not None:
-        keys = sum_by(step.micro, np.where(behind > 0, behind + aligned, 0), 0)
-        over |= keys > (recipe.gathered or 0)
-    return bool(over.any())
 
 
 def time_of(step: DecidedStep, recipe: Recipe) -> float:
@@ -153,193 +123,146 @@ def with_shared_sizes(
 ) -> Units:
     """The units with what each takes of a pack by itself: a group that does not fit otherwise
     shares its prefixes."""
-    if int(units.count.max(initial=1)) == 1:
+    shares = _too_large(units, recipe) & (units.count > 1)
+    if not shares.any():
         return units
-    forest = grow_forest(segments, recipe, prefixes)
-    atoms = _atoms_of(forest, units, recipe)
-    sums = atoms.sums(np.arange(len(units)), len(units))
-    atom = np.empty(len(units), np.int64)
-    atom[units.of_segment[forest.segment]] = atoms.of_leaf
-    fits = ~_too_large(units, recipe)
-    size = np.where(fits, units.size, sums[0, atom].astype(np.int64))
+    leaves = _Leaves.of(segments, units, recipe, prefixes)
+    takes = np.empty((len(units), len(leaves.names)))
+    takes[units.of_segment[leaves.segment]] = leaves.sums(leaves.unit)[leaves.unit]
+    size = np.where(shares, takes[:, 0].astype(np.int64), units.size)
     apart = np.column_stack((units.extra, np.zeros(len(units))))  # gathers nothing
-    extra = np.where(fits[:, None], apart, sums[2:, atom].T)
-    return replace(
-        units, size=size, extra=extra, caps=atoms.caps, limits=(*units.limits, "gathered")
-    )
+    extra = np.where(shares[:, None], takes[:, 2:], apart)
+    return replace(units, size=size, extra=extra, caps=leaves.caps[2:], limits=leaves.names[2:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Forest:
-    """The leaves of a step in the order of their prefixes, and the nodes that they share.
+class _Leaves:
+    """The samples of a step in the order of their prefixes.
 
     segment  the segment of each leaf
     forks    the leading tokens that each leaf shares with the one before
-    start, end, parent  node i is tokens `start[i]` to `end[i]` behind node `parent[i]`, -1 for none
-    of_leaf  the node of each leaf's own tokens
+    unit     its unit, which changes packs as a whole; numbered by first appearance
+    names    what a pack holds `caps` of: slots, cost, limits and gathered keys
+    extra    what a sample takes of these once, with its own tokens; every node takes more (`adds`)
     """
 
+    recipe: Recipe
     segments: Segments
     segment: IntArray
     forks: IntArray
-    start: IntArray
-    end: IntArray
-    parent: IntArray
-    of_leaf: IntArray
+    unit: IntArray
+    names: tuple[str, ...]
+    extra: FloatArray
+    caps: FloatArray
 
+    @classmethod
+    def of(cls, segments: Segments, units: Units, recipe: Recipe, prefixes: Prefixes) -> _Leaves:
+        """The leaves of these segments. Only nodes that save time are shared."""
+        # Segments that exceed the budget run alone.
+        alone = segments.length > (recipe.capacity or 0)
+        segment, forks = prefixes.forks(segments, np.where(alone, 1 + np.arange(len(alone)), 0))
+        cost, alignment = recipe.cost, recipe.topology.alignment
+        forks = forks // alignment * alignment  # so that only the ends of samples are padded
+        forks = _worth_sharing(forks, cost.of_lengths(forks) - cost.per_segment, cost.per_segment)
+        unit = units.of_segment[segment]
+        extra = np.zeros((len(unit), 3 + len(units.limits)))
+        extra[:, 2:-1] = (units.extra / units.count[:, None])[unit]
+        names = ("slots", "cost", *units.limits, "gathered")
+        caps = np.array([recipe.capacity, np.inf, *units.caps, recipe.gathered], np.float64)
+        unit, _ = by_first_appearance(unit)
+        return cls(recipe, segments, segment, forks, unit, names, extra, caps)
 
-def grow_forest(segments: Segments, recipe: Recipe, prefixes: Prefixes) -> Forest:
-    """The forest of these segments, without nodes that save no time."""
-    # Segments that exceed the budget run alone.
-    alone = segments.length > (recipe.capacity or 0)
-    order, forks = prefixes.forks(segments, np.where(alone, 1 + np.arange(len(alone)), 0))
-    start = segments.start[order]
-    end = start + segments.length[order]
-    cost, alignment = recipe.cost, recipe.topology.alignment
-    if cost.per_segment > 0 or alignment > 1 or cost.per_token + cost.per_pair == 0:
-        forks = _worth_sharing(_grow(forks, start, end), recipe)
-    nodes, of_leaf, _, _ = _grow(forks, start, end)
-    return Forest(segments, order, forks, nodes[0], nodes[1], nodes[2], of_leaf)
+    def nodes(self, owner: IntArray) -> tuple[IntArray, Segments, IntArray]:
+        """(owner, segment and first leaf) of the nodes of each owner's leaves, in preorder."""
+        order = np.argsort(owner, kind="stable")
+        forks = np.zeros(len(order), np.int64)
+        forks[1:] = Prefixes(np.arange(len(order)), self.forks).between(order[:-1], order[1:])
+        forks[1:][np.diff(owner[order]) != 0] = 0
+        whole = self.segments.take(self.segment[order])
+        leaf, start, end, parent = _nodes_of(forks, whole.start, whole.start + whole.length)
+        nodes = Segments(whole.sample[leaf], start, end - start, parent)
+        return owner[order][leaf], nodes, order[leaf]
 
+    def adds(self, nodes: Segments, leaf: IntArray) -> FloatArray:
+        """What each node takes of `names`."""
+        size = rounded_up(nodes.length, self.recipe.topology.alignment)
+        behind = np.zeros_like(size) if nodes.behind is None else nodes.behind
+        last = np.append(np.diff(leaf) != 0, True)  # a leaf's own tokens come last
+        adds = np.where(last[:, None], self.extra[leaf], 0.0)
+        adds[:, 0], adds[:, 1] = size, self.recipe.cost.of_lengths(size, behind)
+        if "cost" in self.names[2:]:
+            adds[:, self.names.index("cost", 2)] = adds[:, 1]
+        adds[:, -1] = np.where(behind > 0, behind + size, 0)
+        return adds
 
-def _worth_sharing(
-    grown: tuple[IntArray, IntArray, IntArray, IntArray], recipe: Recipe
-) -> IntArray:
-    """The forks at nodes that save time; a node costs `per_segment` and its alignment."""
-    (start, end, parent), _, at_fork, _ = grown
-    cost, children = recipe.cost, np.bincount(parent[parent >= 0], minlength=len(start))
-    # From the root on: a node begins where the nearest node in front of it that stays ends.
-    depth = np.zeros(len(start) + 1, np.int64)  # the last entry is that of parent -1
-    for node in np.argsort(start, kind="stable"):
-        before = depth[parent[node]]
-        repeated = cost.of_lengths(end[node] - before, before) - cost.per_segment
-        saves = repeated * (children[node] - 1) > cost.per_segment
-        stays = saves and end[node] - before >= recipe.topology.alignment
-        depth[node] = end[node] if stays else before
-    return depth[at_fork]
+    def sums(self, owner: IntArray) -> FloatArray:
+        """What the nodes of each owner take together: owners x names."""
+        of_node, nodes, leaf = self.nodes(owner)
+        count = int(owner.max(initial=-1)) + 1
+        return np.column_stack([sum_by(of_node, part, count) for part in self.adds(nodes, leaf).T])
 
 
 @kernel
-def _grow(
-    forks: IntArray, starts: IntArray, ends: IntArray
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(start, end and parent of each node; node of each leaf, node at each fork, first leaf of each
-    node) of a forest.
+def _worth_sharing(forks: IntArray, cost: FloatArray, per_segment: float) -> IntArray:
+    """The forks at nodes that save more than the segment that they cost.
 
-    Leaves of 5, 6 and 4 tokens with forks [0, 3, 2] -> nodes 3-5, 2-3, 3-6, 0-2, 2-4. A stack
-    holds the path of the leaf before. A fork inside a node divides it.
+    `cost` is that of the tokens in front of each fork. Forks 0 9 8 9 where three tokens are worth
+    a segment -> 0 9 8 8.
     """
-    n = len(forks)
-    nodes, first = np.full((3, 2 * n), -1, np.int64), np.empty(2 * n, np.int64)
-    start, end, parent = nodes[0], nodes[1], nodes[2]
-    of_leaf, at_fork = np.empty(n, np.int64), np.full(n, -1, np.int64)
-    stack, top, count = np.empty(2 * n + 1, np.int64), 0, 0
-    for i in range(n):
-        fork, cut = forks[i], -1
-        while top > 0 and end[stack[top - 1]] > fork:
+    kept, path, top = np.zeros_like(forks), np.empty(len(forks), np.int64), 0
+    for leaf in range(len(forks)):
+        while top > 0 and forks[path[top - 1]] > forks[leaf]:
             top -= 1
-            cut = stack[top]
-        if fork > 0 and (top == 0 or end[stack[top - 1]] < fork):
-            # Divide the node `cut`: its first part is shared.
-            start[count], end[count], parent[count] = start[cut], fork, parent[cut]
-            start[cut], parent[cut], first[count] = fork, count, first[cut]
-            stack[top] = count
-            top, count = top + 1, count + 1
-        above = stack[top - 1] if top > 0 else -1
-        at_fork[i] = above
-        start[count], end[count], parent[count] = fork if above >= 0 else starts[i], ends[i], above
-        of_leaf[i], stack[top], first[count] = count, count, i
-        top, count = top + 1, count + 1
-    return nodes[:, :count], of_leaf, at_fork, first[:count]
+        if cost[leaf] - (cost[path[top - 1]] if top > 0 else 0.0) > per_segment:
+            path[top] = leaf
+            top += 1
+        kept[leaf] = forks[path[top - 1]] if top > 0 else 0
+    return kept
 
 
-def _lay_trees(forest: Forest, pack: IntArray, waves: int, recipe: Recipe) -> DecidedStep:
-    """The step with leaf i in pack `pack[i]`: nodes in preorder, each once per micro-batch."""
-    ranks, segments, n = recipe.topology.dp, forest.segments, len(pack)
-    order = np.argsort(pack, kind="stable")
-    leaves, owner, forks = forest.segment[order], pack[order], np.zeros(n, np.int64)
-    forks[1:] = Prefixes(np.arange(n), forest.forks).between(order[:-1], order[1:])
-    forks[1:][owner[1:] != owner[:-1]] = 0
-    ends = (segments.start + segments.length)[leaves]
-    (start, end, parent), _, _, first = _grow(forks, segments.start[leaves], ends)
-    # Nodes whose first leaf is the same, which names them, differ in their start.
-    preorder = np.lexsort((start, first))
-    number = np.full(len(start) + 1, -1)
-    number[preorder] = np.arange(len(start))
-    owner, above = owner[first[preorder]], number[parent[preorder]]
-    above = np.where(above < 0, -1, above - np.searchsorted(owner, owner))
-    sample = segments.sample[leaves[first[preorder]]]
-    nodes = Segments(sample, start[preorder], (end - start)[preorder], above)
+def _lay(leaves: _Leaves, pack: IntArray, waves: int) -> DecidedStep:
+    """The step with leaf i in pack `pack[i]`."""
+    ranks, (owner, nodes, _) = leaves.recipe.topology.dp, leaves.nodes(pack)
+    if nodes.parent is not None:  # counted from the first segment of the micro-batch
+        above = np.where(nodes.parent < 0, -1, nodes.parent - np.searchsorted(owner, owner))
+        nodes = replace(nodes, parent=above)
     micro = owner % ranks * waves + owner // ranks
     return DecidedStep(nodes, micro, np.zeros(len(nodes), np.int64), waves, None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Atoms:
-    """What changes packs as a whole: a leaf, or the leaves of a group; trees one after the other.
+@kernel
+def _nodes_of(
+    forks: IntArray, starts: IntArray, ends: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(first leaf, start, end and parent) of the nodes of a forest, in preorder.
 
-    Atom i needs the nodes `nodes[offsets[i]:offsets[i + 1]]`: its own and all in front of them.
-    `of_leaf` is the atom of each leaf. `cluster` numbers trees, and trees that a group connects. Of
-    each node: `size`, `cost`, and in `extra` what it takes of each limit of a pack, `caps`, of
-    which the last are the keys gathered.
+    Leaves of 5, 6 and 4 tokens with forks 0, 3, 2 -> 0-2, 2-3, 3-5 of the first leaf, 3-6 and 2-4.
+    From the last leaf to the first, a stack holds the forks that divide the path of a leaf.
     """
-
-    of_leaf: IntArray
-    nodes: IntArray
-    offsets: IntArray
-    cluster: IntArray
-    size: IntArray
-    cost: FloatArray
-    extra: FloatArray
-    caps: FloatArray
-
-    def sums(self, owner: IntArray, count: int) -> FloatArray:
-        """Size, cost and extras of the nodes of each owner's atoms, each node once."""
-        pair = np.repeat(owner, np.diff(self.offsets)) * len(self.size) + self.nodes
-        of_owner, node = np.divmod(np.unique(pair), len(self.size))
-        columns = [self.size, self.cost, *self.extra.T]
-        return np.array([sum_by(of_owner, column[node], count) for column in columns])
-
-
-def _atoms_of(forest: Forest, units: Units, recipe: Recipe) -> _Atoms:
-    unit, first = by_first_appearance(units.of_segment[forest.segment])
-    tree = _connected(np.cumsum(forest.forks == 0) - 1, unit)
-    order = np.lexsort((first, tree))
-    of_leaf = np.argsort(order)[unit]
-    # The nodes of each atom, from the leaves up.
-    node, atom, pairs = forest.of_leaf, of_leaf, list[IntArray]()
-    while len(node):
-        pairs.append(atom * len(forest.parent) + node)
-        node, atom = forest.parent[node], atom[forest.parent[node] >= 0]
-        node = node[node >= 0]
-    owner, nodes = np.divmod(np.unique(np.concatenate(pairs)), len(forest.parent))
-    offsets = np.searchsorted(owner, np.arange(len(order) + 1))
-    size = rounded_up(forest.end - forest.start, recipe.topology.alignment)
-    behind = np.where(forest.parent >= 0, forest.start, 0)
-    cost = recipe.cost.of_lengths(size, behind)
-    # A sample takes its share once, with its own tokens; every node costs.
-    extra = np.zeros((len(size), len(units.caps) + 1))
-    extra[forest.of_leaf, :-1] = (units.extra / units.count[:, None])[
-        units.of_segment[forest.segment]
-    ]
-    if "cost" in units.limits:
-        extra[:, units.limits.index("cost")] = cost
-    extra[:, -1] = np.where(behind > 0, behind + size, 0)
-    caps = np.append(units.caps, float(recipe.gathered or 0))
-    cluster = by_first_appearance(tree[order])[0]
-    return _Atoms(of_leaf, nodes, offsets, cluster, size, cost, extra, caps)
-
-
-def _connected(tree: IntArray, atom: IntArray) -> IntArray:
-    """The least tree that each atom is connected with, through trees and atoms."""
-    label, atoms = np.arange(int(tree.max(initial=-1)) + 1), int(atom.max(initial=-1)) + 1
-    while True:
-        least = np.full(atoms, len(label))
-        np.minimum.at(least, atom, label[tree])
-        before = label.copy()
-        np.minimum.at(label, tree, least[atom])
-        if np.array_equal(before, label):
-            return least
+    n, at = len(forks), 2 * len(forks)
+    nodes, stack, top = np.full((4, 2 * n), -1, np.int64), np.empty(n, np.int64), 0
+    leaf, start, end, parent = nodes[0], nodes[1], nodes[2], nodes[3]
+    for i in range(n - 1, -1, -1):
+        stop = ends[i]
+        while stop > forks[i]:
+            at -= 1
+            leaf[at], end[at] = i, stop
+            stop = forks[i]
+            if top > 0 and stack[top - 1] > stop:
+                top -= 1
+                stop = stack[top]
+            start[at] = stop if stop > 0 else starts[i]
+        if forks[i] > 0 and (top == 0 or stack[top - 1] < forks[i]):
+            stack[top] = forks[i]
+            top += 1
+    for node in range(at + 1, 2 * n):
+        # The parent is the node before, or one that it sees.
+        above = node - 1 if forks[leaf[node]] > 0 or leaf[node] == leaf[node - 1] else -1
+        while above >= 0 and end[above] != start[node]:
+            above = parent[above]
+        parent[node] = above
+    parent[at:] = np.maximum(parent[at:] - at, -1)
+    return leaf[at:], start[at:], end[at:], parent[at:]
 
 
 class _Pieces(Problem):
@@ -359,118 +282,125 @@ class _Pieces(Problem):
         return mean + waves * self.recipe.cost.per_micro_batch
 
 
-def _search(forest: Forest, units: Units, recipe: Recipe, wanted: int | None) -> DecidedStep | None:
+def _search(leaves: _Leaves, recipe: Recipe, wanted: int | None) -> DecidedStep | None:
     """The fastest step of trees that was found; None if none fits."""
-    atoms, ranks, capacity = _atoms_of(forest, units, recipe), recipe.topology.dp, recipe.capacity
-    assert capacity is not None
+    capacity, caps, ranks = int(leaves.caps[0]), leaves.caps, recipe.topology.dp
+    _, nodes, leaf = leaves.nodes(np.zeros_like(leaves.forks))
+    adds = leaves.adds(nodes, leaf)
+    # The tree in which each unit begins: a group may have leaves of several.
+    tree = (np.cumsum(leaves.forks == 0) - 1)[np.unique(leaves.unit, return_index=True)[1]]
+    piece = _pieces(leaves, by_first_appearance(tree)[0], adds, leaf, wanted)
+    sums = leaves.sums(piece[leaves.unit])
     # Limits that packs which hold the budget, or a segment alone, may exceed.
-    per_slot = (atoms.extra / np.maximum(atoms.size, 1)[:, None]).max(axis=0)
-    binds = per_slot * max(capacity, int(atoms.size.max())) > atoms.caps
-    extra = np.ascontiguousarray(atoms.extra[:, binds])  # kernels are compiled for one layout
-    atoms = replace(atoms, extra=extra, caps=atoms.caps[binds])
-    piece = _divide(atoms, recipe, wanted)
-    count = int(piece.max()) + 1
-    sums = atoms.sums(piece, count)
-    one, size = np.ones(count, np.int64), sums[0].astype(np.int64)
-    limits = tuple(f"limit {at}" for at in range(len(atoms.caps)))
+    binds = (adds / adds[:, :1]).max(axis=0) * max(capacity, adds[:, 0].max()) > caps
+    binds[:2] = False
+    one, size = np.ones(len(sums), np.int64), sums[:, 0].astype(np.int64)
+    limits = tuple(np.array(leaves.names)[binds].tolist())
     packed = Units(
-        one[:0], size, sums[1], np.zeros(count), one, size, sums[2:].T.copy(), atoms.caps, limits
+        one[:0],
+        size,
+        sums[:, 1].copy(),
+        np.zeros(len(sums)),
+        one,
+        size,
+        sums[:, binds].copy(),
+        caps[binds],
+        limits,
     )
     problem = _Pieces(recipe, packed, size, capacity)
     try:
         address, waves = search_packs(problem, wanted)
     except PlanError:
         return None
-    address = problem.exchange(address, waves, THOROUGH, problem.floor(waves), times=_MORE)
-    pack_of = address[piece]
-    if waves * ranks * len(forest.start) <= _COUNTED:
-        starts = _STARTS if len(atoms.cluster) <= _FEW else 1
-        pack_of = _refine(
-            atoms.nodes, atoms.offsets, atoms.cluster, atoms.size, atoms.cost, atoms.extra,
-            atoms.caps, capacity, ranks, waves, problem.by_rank(waves), pack_of,
-            _TRIES + len(atoms.cluster), starts, problem.floor(waves),
-        )  # fmt: skip
-    return _lay_trees(forest, pack_of[atoms.of_leaf], waves, recipe)
+    if waves > (recipe.steps.micro_batches or waves):
+        return None
+    goal = float(packed.cost.sum()) / ranks
+    address = problem.exchange(address, waves, THOROUGH, goal, times=_MORE)
+    if waves * ranks * len(adds) <= _COUNTED:
+        columns = np.append([0, 1], np.flatnonzero(binds))  # kernels are compiled for one layout
+        own = np.flatnonzero(np.append(np.diff(leaf) != 0, True))
+        parents = np.full(len(adds), -1) if nodes.parent is None else nodes.parent
+        members = Ragged.group(leaves.unit, len(piece))
+        address = _refine(
+            parents,
+            adds[:, columns].copy(),
+            caps[columns],
+            own[members.values],
+            members.offsets,
+            by_first_appearance(tree)[0],
+            ranks,
+            waves,
+            problem.by_rank(waves),
+            address[piece],
+            max(_TRIES, len(piece)),
+            goal,
+        )
+        piece = np.arange(len(piece))
+    pack = address[piece][leaves.unit]
+    over = leaves.sums(pack) > caps * _ROUNDING
+    if (over.any(axis=1) & (np.bincount(pack) > 1)).any():
+        return None  # a group may fit only if samples of other steps make a node worth its segment
+    return _lay(leaves, pack, waves)
 
 
-def _divide(atoms: _Atoms, recipe: Recipe, wanted: int | None) -> IntArray:
-    """The piece of each atom: whole trees, or runs of atoms of trees beyond a limit or two levels.
-
-    A level is the mean load. A tree of 5.3 levels gives five pieces of about equal cost.
-    """
-    ranks, capacity, clusters = recipe.topology.dp, recipe.capacity or 0, atoms.cluster.max() + 1
-    volume = divided_up(int(atoms.size.sum()), capacity * ranks)
-    waves = wanted or rounded_up(max(volume, 1), recipe.topology.multiple)
-    loads = ranks if recipe.sync_every == "step" else ranks * waves
-    # What each atom adds to those before it, and the sum in its tree up to its middle.
-    node, entry = np.unique(atoms.nodes, return_index=True)
-    owner = np.searchsorted(atoms.offsets, entry, "right") - 1
-    price = sum_by(owner, atoms.cost[node], len(atoms.cluster))
-    whole = np.maximum(sum_by(atoms.cluster, price, clusters), 1e-300)
-    before = np.concatenate(([0.0], np.cumsum(whole)))[atoms.cluster]
-    share = (np.cumsum(price) - price / 2 - before) / whole[atoms.cluster]
-    level = max(float(whole.sum()) / loads, 1e-300)
-    parts = np.maximum(whole / level + 1e-9, 1).astype(np.int64)
-    most = np.bincount(atoms.cluster)
+def _pieces(
+    leaves: _Leaves, tree: IntArray, adds: FloatArray, leaf: IntArray, wanted: int | None
+) -> IntArray:
+    """The piece of each unit: whole trees; halves of those beyond a limit or several mean loads."""
+    recipe, caps, unit, piece = leaves.recipe, leaves.caps.copy(), leaves.unit, tree
+    slots, ranks = sum_by(unit[leaf], adds[:, 0], 0), recipe.topology.dp
+    waves = 1 if recipe.sync_every == "step" else wanted or np.ceil(slots.sum() / caps[0] / ranks)
+    caps[1] = _LARGE * adds[:, 1].sum() / ranks / waves
     while True:
-        parts = np.minimum(parts, most)
-        of_tree = np.minimum(
-            (share * parts[atoms.cluster]).astype(np.int64), parts[atoms.cluster] - 1
-        )
-        of_tree = np.where(
-            parts[atoms.cluster] == most[atoms.cluster], np.arange(len(share)), of_tree
-        )
-        key = np.column_stack((atoms.cluster, of_tree))
-        piece = np.concatenate(([0], np.cumsum((key[1:] != key[:-1]).any(axis=1))))
-        sums = atoms.sums(piece, int(piece[-1]) + 1)
-        over = (sums[0] > capacity) | (atoms.caps * _ROUNDING < sums[2:].T).any(axis=1)
-        large = np.unique(atoms.cluster[over[piece]])
-        large = large[parts[large] < most[large]]
-        if not len(large):
+        sums = leaves.sums(piece[unit])
+        large = (sums > caps * _ROUNDING).any(axis=1) & (np.bincount(piece) > 1)
+        if not large.any():
             return piece
-        parts[large] += np.maximum(parts[large] // 8, 1)
+        ends = np.cumsum(sum_by(piece, slots, 0))
+        middle = (ends + np.append(0, ends[:-1])) / 2
+        second = large[piece] & (np.cumsum(slots) - slots / 2 > middle[piece])
+        piece = by_first_appearance(2 * piece + second)[0]
 
 
 @kernel
 def _refine(
-    nodes: IntArray,
-    offsets: IntArray,
-    cluster: IntArray,
-    size: IntArray,
-    cost: FloatArray,
-    extra: FloatArray,
+    parent: IntArray,
+    adds: FloatArray,
     caps: FloatArray,
-    capacity: int,
+    own: IntArray,
+    offsets: IntArray,
+    tree: IntArray,
     ranks: int,
     waves: int,
     by_rank: bool,
     pack_of: IntArray,
     tries: int,
-    starts: int,
     goal: float,
 ) -> IntArray:
-    """The pack of each atom after exchanges between packs; never slower, no pack becomes empty.
+    """The pack of each unit after exchanges between packs; never slower, no pack becomes empty.
 
-    A pack pays once for each node of its atoms, so moving a second atom of a tree to a pack is
-    cheaper than the first. Each try takes an atom of a heavy load and either moves it and those
-    after it in its tree to another pack, as many as pay (the tree is divided, or two parts of it
-    join), or exchanges it for an atom there, or exchanges whole parts of two trees. As in
-    `exchange`, tries lower the sum over groups of loads of their p-norms. From one of three phases
-    to the next p grows (64, 128, 512), and the share by which a norm may rise falls. Each start has
-    other random numbers. Stops at a time of `goal`.
+    A pack pays once for each node that its units need, so moving a second unit of a tree to a pack
+    is cheaper than the first. Each try takes a unit of a heavy load and moves it and those after it
+    in its tree to another pack, as many as pay: the tree is divided, or two parts of it join. A
+    quarter of the tries first move something the other way: the part of another tree, or one unit
+    of the same. As in `exchange`, tries lower the sum over groups of loads of their p-norms; from
+    one of three phases to the next p grows, and the share by which a norm may rise falls. Stops at
+    a time of `goal`.
+
+    `own` are the last nodes of the leaves of each unit, from `offsets` on; `tree` numbers trees.
     """
-    n, packs, limits = len(cluster), ranks * waves, len(caps)
+    n, packs, columns = len(tree), ranks * waves, len(caps)
     loads = ranks if by_rank else packs
     groups = loads // ranks
     pack, best = pack_of.copy(), pack_of.copy()
-    counts = np.zeros((packs, len(size)), np.int32)  # atoms of a pack that need a node
-    used, held, number = np.zeros(packs, np.int64), np.zeros((packs, limits)), np.zeros(packs)
-    load, powers = np.zeros(loads), np.zeros(loads)
-    scale, norm, price = np.ones(groups), np.zeros(groups), np.zeros(groups)
-    heaviest, top = np.zeros(groups), np.zeros(groups, np.int64)
-    first = np.searchsorted(cluster, np.arange(cluster[n - 1] + 2))  # atom of each cluster
+    counts = np.zeros((packs, len(parent)), np.int32)  # leaves of a pack behind each node
+    held, number, load = np.zeros((packs, columns)), np.zeros(packs, np.int64), np.zeros(loads)
+    # Of each group: its heaviest load, and the derivative of its norm by a power, times p.
+    heaviest, price = np.zeros(groups), np.zeros(groups)
+    powers, scale = np.zeros(loads), np.ones(groups)
     moved, came = np.empty(2 * n, np.int64), np.empty(2 * n, np.int64)
-    state, squarings, stride = 25214903917, np.array([4]), int(0.62 * n) | 1
+    first = np.searchsorted(tree, np.arange(tree[n - 1] + 2))  # unit of each tree
+    state, squarings = 25214903917, np.array([4])
 
     def load_of(p: int) -> int:
         return int(p % ranks if by_rank else p)
@@ -481,100 +411,75 @@ def _refine(
             ratio = ratio * ratio
         return ratio
 
-    def count(a: int, p: int, sign: int) -> None:
-        """Put an atom into a pack (1) or take it out (-1); a pack pays for each node once."""
+    def count(u: int, p: int, sign: int) -> None:
+        """Put a unit into a pack (1) or take it out (-1); a pack pays for a node once."""
         number[p] += sign
-        for at in range(offsets[a], offsets[a + 1]):
-            node = nodes[at]
-            counts[p, node] += sign
-            if 2 * counts[p, node] == 1 + sign:
-                used[p] += sign * size[node]
-                load[load_of(p)] += sign * cost[node]
-                for d in range(limits):
-                    held[p, d] += sign * extra[node, d]
+        for at in range(offsets[u], offsets[u + 1]):
+            node = own[at]
+            while node >= 0:
+                counts[p, node] += sign
+                if 2 * counts[p, node] == 1 + sign:
+                    load[load_of(p)] += sign * adds[node, 1]
+                    for d in range(columns):
+                        held[p, d] += sign * adds[node, d]
+                node = parent[node]
 
-    def move(a: int, p: int) -> None:
-        count(a, pack[a], -1)
-        pack[a] = p
-        count(a, p, 1)
+    def move(u: int, p: int) -> None:
+        count(u, pack[u], -1)
+        pack[u] = p
+        count(u, p, 1)
 
     def fits(p: int) -> bool:
-        if used[p] > capacity:
-            return False
-        for d in range(limits):
+        for d in range(columns):
             if held[p, d] > caps[d] * (1 + 1e-12):
                 return False
         return True
 
     def measure(group: int) -> None:
-        """Compute the norm of one group again."""
-        peak = group * ranks
-        for at in range(group * ranks, (group + 1) * ranks):
-            if load[at] > load[peak]:
-                peak = at
-        largest = load[peak] if load[peak] > 0 else 1.0
-        total = 0.0
-        for at in range(group * ranks, (group + 1) * ranks):
-            powers[at] = power(load[at] / largest)
-            total += powers[at]
-        root = total
-        for _ in range(squarings[0]):
-            root = np.sqrt(root)
-        scale[group], heaviest[group], top[group] = largest, load[peak], peak
-        norm[group] = largest * root
-        # The derivative of the norm by the sum of powers. The norm is concave in that sum.
-        price[group] = norm[group] / max(total, 1.0) / 2 ** squarings[0]
+        """Compute the powers of one group again."""
+        low, high = group * ranks, (group + 1) * ranks
+        heaviest[group] = load[low:high].max()
+        scale[group] = heaviest[group] if heaviest[group] > 0 else 1.0
+        for at in range(low, high):
+            powers[at] = power(load[at] / scale[group])
+        price[group] = scale[group] / max(powers[low:high].sum(), 1.0)
 
     def change(p: int, q: int) -> float:
-        """What the norms rise by at most since they were computed, if packs p and q changed."""
+        """What the norms rise by, times p, since they were measured, if packs p and q changed."""
         rise = 0.0
         for k in (load_of(p), load_of(q)):
             rise += price[k // ranks] * (power(load[k] / scale[k // ranks]) - powers[k])
         return rise
 
-    def member(p: int, draw: int) -> int:
-        """One of the atoms of a pack that is not empty; strides of 0.62 n meet all packs soon."""
-        a = draw % n
-        for _ in range(n):
-            if pack[a] == p:
-                return int(a)
-            a = a + stride if a + stride < n else a + stride - n
-        return -1
-
-    for a in range(n):
-        count(a, pack[a], 1)
-    for group in range(groups):
-        measure(group)
-    least = heaviest.sum()
-    for step in range(3 * starts * tries):
-        if least <= goal:
-            break
-        phase, since = step // tries % 3, step % tries
+    for u in range(n):
+        count(u, pack[u], 1)
+    least = np.inf
+    for step in range(3 * tries):
+        phase, since = step // tries, step % tries
         if since == 0:
+            # p = 64, 128, 512; `loose` is p times the share by which a norm may rise.
             squarings[0] = 6 if phase == 0 else 7 if phase == 1 else 9
-            loose = 0.005 if phase == 0 else 0.001 if phase == 1 else 0.0
-            for a in range(n):
-                back = pack_of[a] if phase == 0 else best[a]
-                if pack[a] != back:
-                    move(a, back)
+            loose = 0.32 if phase == 0 else 0.128 if phase == 1 else 0.0
+            for u in range(n):
+                if pack[u] != best[u]:
+                    move(u, best[u])
             for group in range(groups):
                 measure(group)
-        allowed = loose * (1 - since / tries)
-        # A heavy load, a pack p of it and an atom there.
+            least = min(least, heaviest.sum())
+        if least <= goal:
+            break
+        # A unit of a heavy load.
         state = (state * 25214903917 + 11) & 281474976710655
         draw = state >> 16
-        group = step % groups
-        here = top[group] if draw % 4 else group * ranks + draw // 4 % ranks
-        p = here + draw // 64 % waves * ranks if by_rank else here
-        if number[p] == 0:
-            continue
-        a = member(p, draw // 1024)
-        if a < 0:
+        a = draw // 4 % n
+        p = pack[a]
+        group = load_of(p) // ranks
+        if draw % 4 and load[load_of(p)] < heaviest[group] * (1 - 1e-9):
             continue
         # Another pack q, as often as not one with a part of the same tree.
         state = (state * 25214903917 + 11) & 281474976710655
         draw = state >> 16
-        low, high = first[cluster[a]], first[cluster[a] + 1]
+        low, high = first[tree[a]], first[tree[a] + 1]
         q = pack[low + draw // 4 % (high - low)]
         if draw % 2 or load_of(p) == load_of(q):
             q = draw // 4 % packs
@@ -582,42 +487,39 @@ def _refine(
             continue
         state = (state * 25214903917 + 11) & 281474976710655
         draw = state >> 16
-        kind, done, chosen, rise = draw % 4, 0, 0, np.inf
-        if kind < 2 or number[q] == 0:
-            # Atoms of the tree from a on, until the packs are even.
-            for k in range(high - low):
-                b = low + (a - low + k) % (high - low)
-                if pack[b] != p:
-                    continue
-                if number[p] == 1:
-                    break
-                move(b, q)
-                moved[done], came[done] = b, p
-                done += 1
-                if not fits(q):
-                    break
-                now = change(p, q)
-                if now < rise:
-                    rise, chosen = now, done
-                if load[load_of(q)] > load[load_of(p)]:
-                    break
-        else:
-            b = member(q, draw // 4)
-            if b < 0 or (kind > 2 and cluster[a] == cluster[b]):
+        done, chosen, rise = 0, 0, np.inf
+        if draw % 4 == 3:
+            # First the part of a tree in q, or one unit if it is the same tree, moves to p.
+            b = draw // 4 % n
+            q = pack[b]
+            if load_of(p) == load_of(q):
                 continue
-            for k in range(2):
-                c, source, target = (a, p, q) if k == 0 else (b, q, p)
-                left, right = c, c + 1
-                if kind > 2:
-                    left, right = first[cluster[c]], first[cluster[c] + 1]
-                for atom in range(left, right):
-                    if pack[atom] == source:
-                        move(atom, target)
-                        moved[done], came[done] = atom, source
-                        done += 1
-            if fits(p) and fits(q):
-                rise, chosen = change(p, q), done
-        if not rise < (allowed - 1e-12) * norm[group]:
+            left, right = b, b + 1
+            if tree[a] != tree[b]:
+                left, right = first[tree[b]], first[tree[b] + 1]
+            for u in range(left, right):
+                if pack[u] == q:
+                    move(u, p)
+                    moved[done], came[done] = u, q
+                    done += 1
+        # Units of the tree from a on, until the packs are even.
+        for k in range(high - low):
+            u = low + (a - low + k) % (high - low)
+            if pack[u] != p:
+                continue
+            if number[p] == 1:
+                break
+            move(u, q)
+            moved[done], came[done] = u, p
+            done += 1
+            if not fits(q):
+                break
+            now = change(p, q)
+            if now < rise and fits(p):
+                rise, chosen = now, done
+            if load[load_of(q)] > load[load_of(p)]:
+                break
+        if not rise < loose * (1 - since / tries) * heaviest[group] - 1e-12 * heaviest[group]:
             chosen = 0
         while done > chosen:
             done -= 1
