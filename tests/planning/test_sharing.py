@@ -289,6 +289,15 @@ def test_samples_longer_than_the_budget_are_divided() -> None:
         make_plan([17000], recipe())
 
 
+@pytest.mark.parametrize("moved", [0.0, 5.0, 1000.0])
+def test_a_sample_that_fills_all_ranks_runs_however_dear_its_keys_are(moved: float) -> None:
+    for lengths in ([34], [34, 3, 20], [30, 33, 34, 1]):
+        cost = Cost(per_token=1.0, per_segment=5.0, per_moved=moved)
+        plan = make_plan(lengths, recipe(ranks=2, budget=17, cost=cost))
+        assert violations(plan) == []
+        check_naively(plan, lengths)
+
+
 def test_even_steps_share_nothing() -> None:
     plan = make_plan([500] * 64, recipe())
     assert not plan.segments.is_shared.any()

@@ -9,6 +9,7 @@ hold the longest ones and divide them; the rest is planned unshared.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise, product
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -180,7 +181,7 @@ def share_wave(
         """
         if size[u] <= capacity and cost[u] <= level * _LEVEL:
             return 0
-        while level < 2 * cost[u]:
+        while True:
             e, parts = size[u], 0
             while e > capacity or price(0, e) + per_moved * e * parts > level * _LEVEL:
                 s = max(boundary(e, parts, level), round_up(e - capacity))
@@ -192,10 +193,9 @@ def share_wave(
                     break
                 cuts[parts] = s
                 parts, e = parts + 1, s
-            if parts >= 0:
+            if parts >= 0 or level == np.inf:
                 return parts
-            level *= 1.03
-        return -1
+            level = level * 1.03 if level < 2 * cost[u] else np.inf  # by the capacity alone
 
     def others(level: float) -> float:
         """The mean load of the ranks that no peeled part has; infinite if there are none."""
@@ -350,15 +350,15 @@ def share_wave(
                     q = order[light - look]
                     if mean - load[q] <= mean * (_LEVEL - 1) / 4:
                         break
-                    # Exchange whole units, of which none may be one, if both ranks are level then.
-                    low, high = excess * 0.5, mean * _LEVEL - load[q]
-                    give, get, least = -1, -1, np.inf
+                    # Exchange whole units, of which none may be one, by about what helps both.
+                    high = min(excess, mean - load[q]) + mean * (_LEVEL - 1)
+                    low, give, get, least = high * 0.5, -1, -1, np.inf
                     at = first[p]
                     while at >= 0:
                         a = unit_of[at]
                         if later[at] == 0 and start[at] == 0:
                             if low <= cost[a] <= high and fits(a, 0, size[a], q):
-                                gap = abs(cost[a] - excess)
+                                gap = high - cost[a]
                                 if gap < least:
                                     give, get, least = at, -1, gap
                             other = first[q] if cost[a] > low else -1
@@ -367,12 +367,12 @@ def share_wave(
                                 change = cost[a] - cost[b]
                                 if (
                                     low <= change <= high
-                                    and abs(change - excess) < least
+                                    and high - change < least
                                     and later[other] == 0
                                     and start[other] == 0
                                     and can_swap(a, b, p, q)
                                 ):
-                                    give, get, least = at, other, abs(change - excess)
+                                    give, get, least = at, other, high - change
                                 other = after[other]
                         at = after[at]
                     if give >= 0:
@@ -384,7 +384,7 @@ def share_wave(
                         done = True
                         break
                 for look in range(0 if done else min(_LOOK, light - heavy)):
-                    # Else cut the shortest part that costs more than the amount.
+                    # Else cut the shortest unit or head that costs more than the amount.
                     q = order[light - look]
                     amount = min(excess, mean - load[q])
                     if amount <= mean * (_LEVEL - 1) / 4:
@@ -393,7 +393,8 @@ def share_wave(
                     while at >= 0:
                         v, s, e = unit_of[at], start[at], end[at]
                         if (
-                            e < shortest
+                            s == 0
+                            and e < shortest
                             and price(s, e) > amount
                             and parts_of[v] < most_parts
                             and not has_part(v, q)
@@ -429,25 +430,29 @@ def share_wave(
 
 
 _EVEN = 1.002  # times over the ideal from which nothing is shared
-_CLOSE = 1.0005  # times over their bound that are not searched further
 _WAVES = 4  # waves that share, at most
-_FILLS = (0.85, 0.9, 0.95, 0.98, 0.99)  # of the waves that do not
+_FILLS = (0.6, 0.7, 0.78, 0.85, 0.9, 0.95, 0.98, 0.99)  # of the waves that do not
 _TIGHT = 0.8  # of the slots of a wave that shares: more are hard to divide evenly
+_SHORT = 0.1  # of the work of a wave that shares is that of the shortest units
 _UNEVEN = 0.005  # of its dearest unit is about what a wave that does not share waits
-_SCORED, _PLANNED = 10, 2  # candidates
+_SCORED, _PLANNED = 16, 2  # candidates
 _MORE = 6  # numbers of waves that are tried where a step has to share
 
 
 class _Candidate(NamedTuple):
-    """The first `units` in `shared` of `waves` waves, which end at `ends`.
+    """The first `units` in `shared` of `waves` waves, which end at `ends`, with the units from
+    `last` on, which take turns.
 
-    `time` is what it takes at least, with what ranks are likely to wait.
+    `time` is what it takes at least, with what ranks are likely to wait; `rest` is that of the
+    waves that do not share.
     """
 
     time: float
+    rest: float
     shared: int
     waves: int
     units: int
+    last: int
     ends: tuple[int, ...]
 
 
@@ -486,37 +491,43 @@ class _Sharing:
 
     def candidates(self, fewest: int) -> list[_Candidate]:
         """The candidates with `fewest` waves or one more, the most promising first."""
-        per_wave, total = self.capacity * self.ranks, int(self.rest_slots[-1])
+        per_wave, n, plain = self.capacity * self.ranks, len(self.units), self.prefixes is None
         counts = set()
         least = max(divided_up(int(self.slots[self.must]), per_wave), 1)
         for waves in (fewest, fewest + 1):
             for shared in range(least, min(least + _WAVES - 1, waves) + 1):
-                for fill in _FILLS:
-                    rest = int(fill * per_wave * (waves - shared))
-                    count = max(int(np.searchsorted(self.rest_slots, total - rest)), self.must, 1)
-                    if self.slots[count] <= per_wave * shared:
-                        counts.add((shared, waves, count))
+                # Short units even out a wave that shares without further parts.
+                few = _SHORT * self.work[-1] * shared / waves
+                lasts = {n, int(np.searchsorted(self.work, self.work[-1] - few))}
+                for last, fill in product(lasts if shared < waves and plain else {n}, _FILLS):
+                    rest = self.rest_slots[last] - int(fill * per_wave * (waves - shared))
+                    count = max(int(np.searchsorted(self.rest_slots, rest)), self.must, 1)
+                    used = self.slots[count] + self.slots[-1] - self.slots[last]
+                    if count <= last and used <= per_wave * shared:
+                        counts.add((shared, waves, count, last))
         return sorted(self.candidate(*each) for each in counts)
 
-    def candidate(self, shared: int, waves: int, count: int) -> _Candidate:
+    def candidate(self, shared: int, waves: int, count: int, last: int) -> _Candidate:
         """One candidate: the ideal, what exchanges and micro-batches cost, and waiting."""
         cost, per_wave = self.recipe.cost, self.capacity * self.ranks
         # Full waves with a long unit on every rank, then equally many slots in each.
         large = int((self.units.size[:count] > self.capacity // 2).sum())
         full = min(large // self.ranks, shared - 1)
-        first, last = self.slots[self.ranks * full], self.slots[count]
+        first, end = self.slots[self.ranks * full], self.slots[count]
         parts = np.arange(1, shared - full + 1) / (shared - full)
-        ends = np.searchsorted(self.slots, first + (last - first) * parts)
+        ends = np.searchsorted(self.slots, first + (end - first) * parts)
         # Waves with few slots to spare cannot be even, nor can large units of the rest.
-        fill = (last - first) / (shared - full) / per_wave
+        fill = (end - first + self.slots[-1] - self.slots[last]) / (shared - full) / per_wave
         waits = max(0.0, fill - _TIGHT) * self.ideal / waves
         waits += self.waiting(count, waves - shared)
-        if count < len(self.units):
+        if count < last:
             waits += _UNEVEN * float(self.units.cost[count]) * (waves - shared)
-        ideal = (self.work[count] + self.rest_work[-1] - self.rest_work[count]) / self.ranks
-        time = ideal + shared * cost.exchange + waves * cost.per_micro_batch + waits
+        rest = (self.rest_work[last] - self.rest_work[count]) / self.ranks + waits
+        rest += (waves - shared) * cost.per_micro_batch
+        work = (self.work[count] + self.work[-1] - self.work[last]) / self.ranks
+        time = rest + work + shared * (cost.exchange + cost.per_micro_batch)
         whole = (self.ranks * (wave + 1) for wave in range(full))
-        return _Candidate(time, shared, waves, count, (*whole, *ends.tolist()))
+        return _Candidate(time, rest, shared, waves, count, last, (*whole, *ends.tolist()))
 
     def waiting(self, count: int, waves: int) -> float:
         """A lower bound on what ranks wait in `waves` waves with the units from `count` on.
@@ -534,12 +545,13 @@ class _Sharing:
         done = np.append(work[first[1:] + 1], work[-1]) - work[count]
         return max(0.0, float((np.cumsum(cost[first]) - done / self.ranks).max()))
 
-    def share(self, candidate: _Candidate) -> tuple[float, list[tuple[int, IntArray]]]:
-        """(the time of the waves that share, their parts); parts count from the wave's first."""
+    def share(self, candidate: _Candidate) -> tuple[float, list[IntArray]]:
+        """(the time of the waves that share, their parts)."""
         cost, units = self.recipe.cost, self.units
-        time, waves, first = 0.0, [], 0
-        for end in candidate.ends:
-            each = slice(first, max(end, first))
+        time, waves = 0.0, []
+        for wave, (first, end) in enumerate(pairwise((0, *candidate.ends))):
+            short = np.arange(candidate.last + wave, len(units), candidate.shared)
+            each = np.append(np.arange(first, end), short)
             slowest, parts = share_wave(
                 units.size[each],
                 units.cost[each],
@@ -557,13 +569,14 @@ class _Sharing:
             )
             exchange = cost.exchange if (parts[:, 1] > 0).any() else 0.0
             time += slowest + exchange + cost.per_micro_batch
-            waves.append((first, parts))
-            first = each.stop
+            parts[:, 0] = each[parts[:, 0]]
+            waves.append(parts)
         return time, waves
 
     def rest(self, candidate: _Candidate, waves: int | None) -> DecidedStep:
         """The units that are not in waves that share, in so many waves. Raises if none fit."""
-        chosen = np.flatnonzero(self.units.of_segment >= candidate.units)
+        unit = self.units.of_segment
+        chosen = np.flatnonzero((unit >= candidate.units) & (unit < candidate.last))
         if waves == 0 or not len(chosen):
             return _NOTHING
         units = self.original.of_segments(chosen)
@@ -575,14 +588,12 @@ class _Sharing:
             return decide_step(segments, units, self.plain, waves)
         return share_prefixes(segments, units, self.plain, waves, self.prefixes)
 
-    def step(
-        self, waves: int, shared: list[tuple[int, IntArray]], rest: DecidedStep
-    ) -> DecidedStep:
+    def step(self, waves: int, shared: list[IntArray], rest: DecidedStep) -> DecidedStep:
         """The step whose first waves share, with the rest after them."""
         columns = []
-        for wave, (first, parts) in enumerate(shared):
+        for wave, parts in enumerate(shared):
             unit, start, end, rank = parts.T
-            segment = self.order[unit + first]
+            segment = self.order[unit]
             length = np.minimum(end, self.segments.length[segment]) - start
             parent = np.where(start > 0, ELSEWHERE, -1)
             columns.append(
@@ -600,15 +611,13 @@ class _Sharing:
     def search(self, fewest: int, time: float) -> DecidedStep | None:
         """The fastest step that shares; None if none takes less than `time`."""
         best: DecidedStep | None = None
-        scored, least, cost = [], time, self.recipe.cost
+        scored, least = [], time
         # Score candidates by their waves that share and by what the others take at least.
         for candidate in self.candidates(fewest)[:_SCORED]:
             if candidate.time >= least:
                 break
             shared_time, waves = self.share(candidate)
-            ideal = float(self.work[candidate.units]) / self.ranks
-            fixed = candidate.shared * (cost.exchange + cost.per_micro_batch)
-            score = candidate.time - ideal - fixed + shared_time
+            score = candidate.rest + shared_time
             if score < time:
                 scored.append((score, candidate, shared_time, waves))
             least = min(least, score)
@@ -628,10 +637,11 @@ class _Sharing:
     def one_by_one(self) -> DecidedStep:
         """A wave for each unit that no rank holds alone, and the others after them."""
         count, ends = self.must, tuple(range(1, self.must + 1))
-        rest = self.rest(_Candidate(0.0, count, 0, count, ends), None)
-        waves = count + rest.per_rank
-        parts = self.share(_Candidate(0.0, count, waves, count, ends))[1]
-        return self.step(waves, parts, rest)
+        candidate = _Candidate(0.0, 0.0, count, 0, count, len(self.units), ends)
+        rest = self.rest(candidate, None)
+        time, parts = self.share(candidate)
+        assert time < np.inf, "ranks together hold a unit alone"
+        return self.step(count + rest.per_rank, parts, rest)
 
 
 _NONE = np.empty(0, np.int64)
