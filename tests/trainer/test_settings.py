@@ -100,6 +100,10 @@ def test_jobs_that_do_not_fit_the_data_are_refused(tmp_path: Path) -> None:
         train(settings(tmp_path / "run", data, trainer={"job": "dpo"}))
     with pytest.raises(FaultsError, match=r"trainer.save writes a Hugging Face model"):
         train(settings(tmp_path / "run", data, trainer={"save": "model"}))
+    with pytest.raises(FaultsError, match=r"trainer.beta has no effect on sft"):
+        train(settings(tmp_path / "run", data, trainer={"beta": 0.2}))
+    with pytest.raises(FaultsError, match=r"trainer.save is trainer.out"):
+        train(settings(tmp_path / "run", data, trainer={"save": str(tmp_path / "run")}))
     with pytest.raises(ConfigError, match=r"trainer.log: 'nothing' is unknown; expected one of"):
         train(settings(tmp_path / "run", data, trainer={"log": "nothing"}))
 

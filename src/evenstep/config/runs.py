@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evenstep.config.settings import Settings
+from evenstep.config.settings import Settings, TrainerSettings
 from evenstep.config.training import LoraSettings, ModelSettings
 from evenstep.core.plan_file import replace_file
 from evenstep.core.text import short_repr
@@ -52,6 +52,12 @@ def run_faults(settings: Settings) -> list[str]:
         "trainer.save writes a Hugging Face model, but model.path is missing. Set it to a folder "
         "or a config.json, or remove trainer.save.": bool(trainer.save)
         and settings.model.path is None,
+        "trainer.save is trainer.out, the folder of the run itself. Name another folder.": (
+            bool(trainer.save) and Path(trainer.save) == Path(trainer.out or "")
+        ),
+        f"trainer.beta has no effect on {trainer.job}. Set trainer.job to dpo, or remove it.": (
+            trainer.job != "dpo" and trainer.beta != TrainerSettings().beta
+        ),
         "log_probs has no effect on training. Remove it.": settings.log_probs is not None,
         "stream.pool has no effect: the trainer tokenizes all samples first and plans whole "
         "steps. Remove it.": stream.pool is not None,
