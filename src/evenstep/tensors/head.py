@@ -132,7 +132,8 @@ class Scores:
         if self.weighted is not None:
             return self.weighted
         weights, log_prob, mean = factors
-        return weights * (log_prob * self.log_probs + mean * self.mean_log_probs)
+        values = log_prob * self.log_probs
+        return weights * (values + mean * self.mean_log_probs if mean else values)
 
 
 def score(

@@ -177,19 +177,18 @@ class Sums:
 
     loss: Tensor
     metrics: dict[str, Metric]
-    by_tile: Tensor | None  # per tile, or per segment if `real` is None
-    real: Tensor | None = None  # per tile, whether it is a segment
+    segments: Callable[[], Tensor] | None  # computes `by_sequence`, which few steps need
     by_slot: Tensor | None = None  # (rows * width), if the function returns values per slot
 
     @property
     def by_sequence(self) -> Tensor:
         """(segments): the loss of each segment, as `restore_sequences` takes it."""
-        if self.by_tile is None:
+        if self.segments is None:
             raise InputError(
                 "these sums were computed on a batch shard, which does not hold whole sequences. "
                 "Join the outputs of all ranks first."
             )
-        return self.by_tile if self.real is None else self.by_tile[self.real]
+        return self.segments()
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +276,11 @@ class PerSequence:
             )
         if isinstance(batch, BatchShard):
             return Sums(values.sum(), metrics, None)
-        by_tile, real = view.sum_here(values), view.source.sample_ids >= 0
-        return Sums(values.sum(), metrics, by_tile, real, values.detach())
+
+        def segments() -> Tensor:
+            return view.sum_here(values)[view.source.sample_ids >= 0]
+
+        return Sums(values.sum(), metrics, segments, values.detach())
 
     def _one_by_one(self, outputs: Tensor, batch: Batch, head: Head | None) -> Sums:
         if batch.tree is not None:
@@ -302,7 +304,7 @@ class PerSequence:
             by_slot = by_sequence.new_zeros(len(flat))
             for value, view in zip(values, views, strict=True):
                 by_slot[view.slots] = value.detach()
-        return Sums(by_sequence.sum(), merge(metrics), by_sequence, by_slot=by_slot)
+        return Sums(by_sequence.sum(), merge(metrics), lambda: by_sequence, by_slot)
 
     def _outcome(self, outputs: Tensor, view: View) -> tuple[Tensor, dict[str, Metric]]:
         outcome = self.function(outputs, view)
@@ -336,7 +338,7 @@ def _means(metrics: Mapping[str, Any], counts: Tensor) -> dict[str, Metric]:
     """Values per slot -> their means over loss tokens; a `Metric` stays as it is."""
     total = counts.sum()
     return {
-        name: each if isinstance(each, Metric) else Metric.mean(each.sum(), total)
+        name: each if isinstance(each, Metric) else Metric.mean(each.detach().sum(), total)
         for name, each in metrics.items()
     }
 
@@ -401,7 +403,7 @@ def cross_entropy(
         scores = scores_of(score, outputs, view, labels, None if z_loss else factors)
         value, counts = scores.times(factors), labels != IGNORE_INDEX
         tokens = Metric.sum(counts.sum())
-        metrics: dict[str, Any] = {"nll": -scores.log_probs, "loss_tokens": tokens}
+        metrics: dict[str, Any] = {"nll": -scores.log_probs.detach(), "loss_tokens": tokens}
         if z_loss:
             metrics["z_loss"] = z_loss * scores.log_normalizer.square()
             value = value + metrics["z_loss"] * weights
