@@ -50,6 +50,19 @@ def test_steps_of_micro_batches_take_what_can_be_spread_over_them() -> None:
     assert np.bincount(plan.step_of)[:-1].mean() > 0.85 * 4 * 4 * 7
 
 
+def test_a_last_step_has_no_more_micro_batches_than_it_was_sized_for() -> None:
+    recipe = Recipe(
+        layout=Packed(max_tokens=100, samples=3),
+        topology=Topology(dp=2, pp=2, vpp=2),
+        steps=Steps(micro_batches=2),
+        limits=Limits(columns={"patches": 9}),
+    )
+    patches = np.array([8, 3, 2, 7, 8, 2, 3])  # {8}, {8}, {7, 2}, {3, 2, 3}
+    plan = make_plan([1, 18, 1, 1, 1, 30, 53], recipe, columns={"patches": patches})
+    assert_valid_plan(plan)
+    assert plan.num_micro_batches == 4
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=60),
     st.integers(1, 40),

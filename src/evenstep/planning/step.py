@@ -322,7 +322,9 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
             yield waves
             waves += 0 if tried else multiple
     if not tried:
-        packer, enough = recipe.layout.packer or BEST_FIT, len(units)  # pack once: any are enough
+        # Pack once: any number is enough, but for a last step of at most so many micro-batches.
+        packer, most = recipe.layout.packer or BEST_FIT, recipe.steps.micro_batches
+        enough = most * per_wave if most else len(units)
         too_few = waves - multiple
         # Under further limits, units that are spread may need far fewer packs than filled ones.
         if not len(units.caps) or spread_units(units, capacity, waves * per_wave) is None:
