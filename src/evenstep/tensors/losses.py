@@ -177,18 +177,19 @@ class Sums:
 
     loss: Tensor
     metrics: dict[str, Metric]
-    segments: Callable[[], Tensor] | None  # computes `by_sequence`, which few steps need
+    by_tile: Tensor | None  # per tile, or per segment if `real` is None
+    real: Tensor | None = None  # per tile, whether it is a segment
     by_slot: Tensor | None = None  # (rows * width), if the function returns values per slot
 
     @property
     def by_sequence(self) -> Tensor:
         """(segments): the loss of each segment, as `restore_sequences` takes it."""
-        if self.segments is None:
+        if self.by_tile is None:
             raise InputError(
                 "these sums were computed on a batch shard, which does not hold whole sequences. "
                 "Join the outputs of all ranks first."
             )
-        return self.segments()
+        return self.by_tile if self.real is None else self.by_tile[self.real]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +277,8 @@ class PerSequence:
             )
         if isinstance(batch, BatchShard):
             return Sums(values.sum(), metrics, None)
-
-        def segments() -> Tensor:
-            return view.sum_here(values)[view.source.sample_ids >= 0]
-
-        return Sums(values.sum(), metrics, segments, values.detach())
+        by_tile, real = view.sum_here(values), view.source.sample_ids >= 0
+        return Sums(values.sum(), metrics, by_tile, real, values.detach())
 
     def _one_by_one(self, outputs: Tensor, batch: Batch, head: Head | None) -> Sums:
         if batch.tree is not None:
@@ -304,7 +302,7 @@ class PerSequence:
             by_slot = by_sequence.new_zeros(len(flat))
             for value, view in zip(values, views, strict=True):
                 by_slot[view.slots] = value.detach()
-        return Sums(by_sequence.sum(), merge(metrics), lambda: by_sequence, by_slot)
+        return Sums(by_sequence.sum(), merge(metrics), by_sequence, by_slot=by_slot)
 
     def _outcome(self, outputs: Tensor, view: View) -> tuple[Tensor, dict[str, Metric]]:
         outcome = self.function(outputs, view)
