@@ -53,7 +53,7 @@ def run_faults(settings: Settings) -> list[str]:
         "or a config.json, or remove trainer.save.": bool(trainer.save)
         and settings.model.path is None,
         "trainer.save is trainer.out, the folder of the run itself. Name another folder.": (
-            bool(trainer.save) and Path(trainer.save) == Path(trainer.out or "")
+            trainer.save is not None and Path(trainer.save) == Path(trainer.out or "")
         ),
         f"trainer.beta has no effect on {trainer.job}. Set trainer.job to dpo, or remove it.": (
             trainer.job != "dpo" and trainer.beta != TrainerSettings().beta

@@ -323,8 +323,8 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
             waves += 0 if tried else multiple
     if not tried:
         # Pack once: any number is enough, but for a last step of at most so many micro-batches.
-        packer, most = recipe.layout.packer or BEST_FIT, recipe.steps.micro_batches
-        enough = most * per_wave if most else len(units)
+        packer, sized = recipe.layout.packer or BEST_FIT, recipe.steps.micro_batches
+        enough = len(units) if sized is None else sized * per_wave
         too_few = waves - multiple
         # Under further limits, units that are spread may need far fewer packs than filled ones.
         if not len(units.caps) or spread_units(units, capacity, waves * per_wave) is None:
