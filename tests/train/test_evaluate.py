@@ -228,6 +228,25 @@ def test_pairs_are_evaluated_as_a_mean_over_pairs() -> None:
     assert loss_of(whole, Packed(max_tokens=400)) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(("budget", "ranks"), [(8, 1), (16, 2)])
+def test_a_group_that_is_divided_is_an_error(budget: int, ranks: int) -> None:
+    samples = [{"input_ids": [1, 2, 3, 4, 5, 6], "group": 7}] * 2
+    collate = Collator(extras={"group": Extra(aligned="sequence", dtype=torch.int64)})
+    threads = RankThreads(ranks)
+
+    def evaluate(rank: int) -> str:
+        recipe = Recipe(layout=Packed(max_tokens=budget), topology=Topology(dp=ranks))
+        stream = PlannedStream(samples, recipe, world=World(rank, ranks))
+        options: dict[str, Any] = {"collate": collate, "collective": Thread(threads, rank)}
+        runner = Runner(model=decoder(), loss=cross_entropy(), normalization=GroupMean(), **options)
+        with pytest.raises(InputError) as caught:
+            runner.evaluate(stream)
+        return str(caught.value)
+
+    where = "in two micro-batches" if ranks == 1 else "on rank 0 and on rank 1"
+    assert all(f"group 7 is {where}" in error for error in threads.run(evaluate))
+
+
 def test_nothing_to_evaluate_is_an_error() -> None:
     runner = Runner(model=decoder(), loss=cross_entropy())
     with pytest.raises(InputError, match="no step to evaluate"):

@@ -354,6 +354,15 @@ class TestTensors:
         assert found.extras["embedding"].shape == (2, 4)  # type: ignore[union-attr]
         assert found.extras["reward"].tolist() == [1.0, 2.0]  # type: ignore[union-attr]
 
+    def test_labels_of_the_last_columns_hide_the_tokens_before_them(self) -> None:
+        ids = torch.arange(12).view(2, 6)
+        tensors = {"input_ids": ids, "labels": ids[:, 3:]}
+        batch = RolloutBatch(
+            tensors, lengths=[6, 2], padding_side="left", aligned={"labels": "last"}
+        )
+        assert batch[0]["labels"].tolist() == [-100, -100, -100, 3, 4, 5]
+        assert batch[1]["labels"].tolist() == [10, 11]
+
     def test_samples_are_views_and_inputs_are_not_changed(self) -> None:
         data = make_rollouts([4, 6], "left")
         before = {name: tensor.clone() for name, tensor in data.tensors.items()}

@@ -16,7 +16,7 @@ from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors import Collator, Head, cross_entropy
 from evenstep.testing import run_ranks
-from evenstep.train import Collective, Runner, compute_log_probs
+from evenstep.train import Collective, Runner, compute_log_probs, sum_log_probs
 from tests.examples import examples
 from tests.internals import Layout
 from tests.train.running import LAYOUTS, samples_of, scores_alone, worlds
@@ -233,3 +233,19 @@ def test_a_hidden_padding_mask_is_still_refused() -> None:
     samples = [{"input_ids": [1, 2], "attention_mask": [1, 0]}]
     with pytest.raises(InputError, match="0 in its 'attention_mask'"):
         compute_log_probs(model_of(), samples, Recipe(layout=Packed(max_tokens=LIMIT)))
+
+
+def test_sums_are_those_of_the_tokens_that_a_collator_counts() -> None:
+    columns: list[dict[str, Any]] = [
+        {"loss_mask": [0, 0, 1, 1]},
+        {"completion_mask": [0, 0, 1, 1]},
+        {"labels": [-100, -100, 3, 4]},
+        {"loss_masking_spans": [(0, 2)]},
+        {"loss_mask": 1, "response_mask": [1, 0, 1, 1]},
+    ]
+    samples = [{"input_ids": [1, 2, 3, 4], **each} for each in columns]
+    model, recipe = model_of(), Recipe(layout=Packed(max_tokens=LIMIT))
+    expected = scores_alone(model, [1, 2, 3, 4])[2:].sum().expand(len(samples))
+    torch.testing.assert_close(sum_log_probs(model, samples, recipe), expected)
+    with pytest.raises(InputError, match="sample 0 has labels that are not its tokens"):
+        sum_log_probs(model, [{"input_ids": [1, 2, 3], "labels": [-100, 5, 3]}], recipe)

@@ -412,10 +412,19 @@ def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:
     >>> loss_tokens_of(sample, 0, 3, 3), loss_tokens_of(sample, 0, 1, 3)
     (2, 1)
     """
+    return int(loss_labels_of(sample, start, end, stop).sum())
+
+
+def loss_labels_of(sample: Any, start: int, end: int, stop: int) -> NDArray[np.bool_]:
+    """Which of the labels of tokens `start` to `end` are loss tokens: of the tokens after these.
+
+    >>> loss_labels_of({"input_ids": [1, 2, 3], "labels": [-100, 2, -100]}, 0, 3, 3).tolist()
+    [True, False]
+    """
     labels = slice(start + 1, min(end + 1, stop))
     counted = np.ones(max(labels.stop - labels.start, 0), np.bool_)
     if not isinstance(sample, Mapping):
-        return len(counted)
+        return counted
     try:
         for mask in (_array(sample[name]) for name in LOSS_MASKS if name in sample):
             counted &= (mask[labels] if mask.ndim else mask) != 0
@@ -428,7 +437,7 @@ def loss_tokens_of(sample: Any, start: int, end: int, stop: int) -> int:
             f"the loss tokens of a sample cannot be counted ({type(error).__name__}: {error}). "
             f"Give its labels and loss masks one number per token, and omit those that are None."
         ) from None
-    return int(counted.sum())
+    return counted
 
 
 class SamplesWithoutLoss:

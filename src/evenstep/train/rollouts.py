@@ -25,7 +25,7 @@ from evenstep.data.planned import PlannedStream
 from evenstep.data.source import LOSS_MASKS, check_masks_read, check_masks_spelt
 from evenstep.errors import ConfigError, InputError, SampleError
 from evenstep.planning.inputs import checked_groups
-from evenstep.tensors.batch import Extra, RaggedTensor
+from evenstep.tensors.batch import IGNORE_INDEX, Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
 
 Stored: TypeAlias = tuple[NDArray[np.uint8], torch.dtype, tuple[int, ...]]
@@ -515,7 +515,12 @@ class RolloutBatch:
         return {
             name: tensor[item]
             if self.aligned[name] == "sequence"
-            else _cut(tensor[item], start - self.width + tensor.shape[1], length)
+            else _cut(
+                tensor[item],
+                start - self.width + tensor.shape[1],
+                length,
+                IGNORE_INDEX if name == "labels" else 0,
+            )
             for name, tensor in self.tensors.items()
         }
 
@@ -764,14 +769,14 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else int(tensor._version)
 
 
-def _cut(row: Tensor, start: int, length: int) -> Tensor:
-    """Entries `start` up to `start + length`; those before the first are 0, an empty row is one 0.
+def _cut(row: Tensor, start: int, length: int, fill: int) -> Tensor:
+    """Entries `start` up to `start + length`, `fill` before the first; an empty row is one 0.
 
-    [5, 6, 7] from -1, 3 entries -> [0, 5, 6]
+    [5, 6, 7] from -1, 3 entries, fill 0 -> [0, 5, 6]
     """
     if length == 0:
         return row.new_zeros((1, *row.shape[1:]))
     if start >= 0:
         return row[start : start + length]
-    before = row.new_zeros((min(-start, length), *row.shape[1:]))
+    before = row.new_full((min(-start, length), *row.shape[1:]), fill)
     return torch.cat((before, row[: max(start + length, 0)]))

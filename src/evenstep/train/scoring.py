@@ -16,7 +16,7 @@ from evenstep.core.plan import MicroBatch, Plan, on_context_ranks
 from evenstep.core.prefixes import find_prefixes
 from evenstep.core.recipe import Recipe, Steps, check_recipe
 from evenstep.core.step import Step
-from evenstep.data.source import digest_of, length_of
+from evenstep.data.source import digest_of, length_of, loss_labels_of
 from evenstep.errors import ConfigError, InputError
 from evenstep.planning.planner import make_plan
 from evenstep.tensors.batch import Batch
@@ -26,18 +26,20 @@ from evenstep.tensors.losses import Sums, select_output
 from evenstep.tensors.restore import Key, restore_ragged
 from evenstep.tensors.transport import CALLS
 from evenstep.train.checks import (
+    Groups,
     TokenIds,
     check_exchange,
     check_exchanged,
     check_fingerprints,
+    check_tree,
     compare_plans,
     context_step,
     exchange_digests,
 )
-from evenstep.train.collectives import Alone, Bundle, Collective
+from evenstep.train.collectives import Alone, Bundle, Collective, gather_values
 from evenstep.train.framework import Forward, device_of, forward_of
 from evenstep.train.model_head import Answer, Heads
-from evenstep.train.normalization import weighted
+from evenstep.train.normalization import GroupMean, weighted
 from evenstep.train.prefetch import Prefetch
 from evenstep.train.runner import Runner
 from evenstep.train.sharing import check_sharing
@@ -153,8 +155,9 @@ _SCORED = 4096  # samples that are planned together
 def sum_log_probs(model: Any, samples: SampleSequence, recipe: Recipe, **options: Any) -> Tensor:
     """(samples) float64 on the host: the log-prob of the loss tokens of each sample, summed.
 
-    For `dpo`: `reference_log_probs` per sequence. `options` are those of `compute_log_probs`. A
-    part of the samples is planned at a time, so there may be any number.
+    For `dpo`: `reference_log_probs` per sequence. Labels and loss masks are those that a `Collator`
+    reads; labels may hide tokens, but are the tokens themselves elsewhere. `options` are those of
+    `compute_log_probs`. A part of the samples is planned at a time, so there may be any number.
 
     >>> from evenstep import Packed
     >>> from evenstep.demo.decoder import Decoder, DecoderShape
@@ -163,14 +166,22 @@ def sum_log_probs(model: Any, samples: SampleSequence, recipe: Recipe, **options
     >>> sum_log_probs(Decoder(DecoderShape(vocab=9)), samples, recipe).shape
     torch.Size([2])
     """
-    recipe, sums = replace(recipe, steps=Steps(samples=_SCORED)), []
+    recipe = replace(recipe, steps=Steps(samples=_SCORED))
+    sums: list[Tensor] = []
     for start in range(0, len(samples), _SCORED):
         part = [samples[i] for i in range(start, min(start + _SCORED, len(samples)))]
         tokens = [{"input_ids": torch.tensor(each["input_ids"])} for each in part]
         scores = compute_log_probs(model, tokens, recipe, **options)
         for sample, log_probs in zip(part, scores, strict=True):
-            mask = np.asarray(sample.get("loss_mask", 1), np.float64)
-            sums.append((log_probs.double().cpu() * torch.from_numpy(mask)).sum())
+            ids, size = np.asarray(sample["input_ids"]), len(log_probs)
+            counts = loss_labels_of(sample, 0, size, size)
+            labels = np.asarray(sample.get("labels", ids))
+            if (labels[1:][counts] != ids[1:][counts]).any():
+                raise InputError(
+                    f"sample {len(sums)} has labels that are not its tokens, whose log-probs are "
+                    f"not computed. Set labels to -100 for tokens to ignore, and leave others."
+                )
+            sums.append(log_probs.double().cpu()[1:][torch.from_numpy(counts)].sum())
     return torch.stack(sums)
 
 
@@ -357,6 +368,8 @@ def evaluate(
     losses = {name: (each.normalization, each.weight) for name, each in runner.losses.items()}
     step_loss = StepLoss(losses)
     bundles: list[Bundle] = []
+    by_group = any(isinstance(each, GroupMean) for each in step_loss.denominators.values())
+    counted: list[Groups] = []  # of each step, the groups that are counted in a batch
     assert runner.forward is not None
     functions = [each.function for each in runner.losses.values()]
     heads = Heads.of_losses(runner.model, runner.forward, functions)
@@ -372,7 +385,9 @@ def evaluate(
                     runner.collective,
                 )  # fmt: skip
             items = step if step.batches is None else step.batches
-            prepared = Prefetch(_batches(runner, items, device), runner.prefetch)
+            groups = Groups(step, split=False) if by_group else None
+            counted += [groups] if groups else []
+            prepared = Prefetch(_batches(runner, items, device, groups), runner.prefetch)
             with closing(iter(prepared)) as batches:
                 parts = [
                     _evaluate_batch(runner, heads, step_loss, numbers, each) for each in batches
@@ -382,6 +397,8 @@ def evaluate(
     if not bundles:
         raise InputError("there is no step to evaluate. Pass a stream with at least one sample.")
     reduced = bundles[0].reduce(runner.collective)
+    if by_group:
+        _check_groups(counted, runner.collective)
     values = step_loss.finish(reduced)
     if values.empty:
         raise InputError("no token of these samples counts in the loss. Check their loss masks.")
@@ -398,9 +415,25 @@ def evaluate(
     )
 
 
-def _batches(runner: Runner, items: Iterable[Any], device: Any) -> Iterator[Batch]:
+def _check_groups(counted: list[Groups], ranks: Collective) -> None:
+    """Raise on all ranks if a group of a step ran on two of them."""
+    most = max((len(each.ran) for each in counted), default=0)
+    sizes = gather_values(ranks, [len(counted), most])
+    for number in range(int(max(steps for steps, _ in sizes))):
+        groups = counted[number] if number < len(counted) else Groups(None, split=False)
+        groups.check_ranks(int(max(each for _, each in sizes)), ranks)
+
+
+def _batches(
+    runner: Runner, items: Iterable[Any], device: Any, groups: Groups | None
+) -> Iterator[Batch]:
     for item in items:
+        micro = None if isinstance(item, Batch) else item[0]
         batch = item if isinstance(item, Batch) else runner.collate(*item)
+        if batch.tree is not None:
+            check_tree(runner.preprocess)
+        if groups is not None:
+            groups.ran |= groups.check(batch.unshared, micro)
         if batch.exchange is not None:
             check_exchange(batch.exchange, runner.collective, compared=True)
             batch = batch.between(runner.collective)
