@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ from benchmarks.tables import Section, Table, Target
 from evenstep import Packed, Padded, Recipe, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.demo.decoder import Decoder, DecoderShape
-from evenstep.tensors.batch import Batch
+from evenstep.tensors.batch import Batch, Boundaries
 from evenstep.tensors.collate import Collator
-from evenstep.tensors.segment_attention import attention, block_mask
+from evenstep.tensors.segment_attention import Call, attention, block_mask, choose
 
 ROOT = Path(__file__).resolve().parents[1]
 HALF = torch.bfloat16
@@ -402,12 +403,67 @@ def _mask_times(lengths: list[int], packed: Recipe, setup: Setup) -> Table:
     return table
 
 
+# Single precision -----------------------------------------------------------------------------
+
+
+def single(setup: Setup) -> Section:
+    """What `attention` chooses in float32: its time beside FlexAttention, errors of both."""
+    total, dim = (512, 16) if setup.quick else (32_768, 64)
+    heads = 4 if setup.quick else 16
+    columns = {
+        "length": ",", "segments": ",", "chosen": "", "one by one ms": ".2f", "flex ms": ".2f",
+        "one by one, error": ".1e", "flex, error": ".1e",
+    }  # fmt: skip
+    table = Table("Forward and backward", columns)
+    names = ("segments", "flex" if setup.device == "cuda" else "mask")
+    slower, largest = 0.0, 0.0
+    for length in (total // 4, total // 16, 512, 256, 180, 64):
+        lengths = [length] * (total // length)
+        (batch,) = make_batch(lengths, Recipe(layout=Packed(max_tokens=total)), setup.device)
+        random = torch.Generator(setup.device).manual_seed(0)
+        shapes = ((batch.rows, n, batch.width, dim) for n in (heads, heads // 4, heads // 4, heads))
+        q, k, v, gradient = (
+            torch.randn(shape, device=setup.device, generator=random) for shape in shapes
+        )
+
+        def run(dtype: torch.dtype, name: str) -> list[Tensor]:
+            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]  # noqa: B023
+            out = attention(leaves[0], leaves[1], leaves[2], batch, backend=name)  # noqa: B023
+            gradients = torch.autograd.grad(out, leaves, gradient.to(dtype))  # noqa: B023
+            return [out.detach(), *gradients]
+
+        exact = run(torch.float64, "segments")
+        off = [max(errors([x.double() for x in run(torch.float32, n)], exact)) for n in names]
+        times = [
+            best(partial(run, torch.float32, name), setup.device, 2 if setup.quick else 5)
+            for name in names
+        ]
+        chosen = choose(Call(q, k, v, Boundaries.of(batch)))
+        place = int(chosen != "segments")
+        table.add(length, len(lengths), chosen, *times, *off)
+        slower, largest = max(slower, times[place] / min(times)), max(largest, off[place])
+    return Section(
+        "Float32",
+        [
+            f"{total:,} tokens in segments of one length, {heads} heads of {dim}, {heads // 4} key "
+            f"heads. Errors of outputs and gradients, the worst, relative to the largest value, "
+            f"compared with float64."
+        ],
+        tables=[table],
+        targets=[
+            Target("what is chosen: errors at most 1e-5", f"{largest:.1e}", largest <= 1e-5),
+            Target("what is chosen: at most 1.1x the faster", f"{slower:.2f}x", slower <= 1.1),
+        ],
+    )
+
+
 # Running --------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[Setup], Section]] = {
     "kernels": kernels,
     "decoder": decoder,
     "speed": speed,
+    "single": single,
 }
 
 

@@ -3,6 +3,7 @@
 import gc
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -404,10 +405,84 @@ def test_the_operators_of_flash_attention_take_what_they_are_given() -> None:
 
 def test_windows_are_given_to_flash_attention_as_sides() -> None:
     sides = segment_attention._sides
-    assert sides(True, 0) == {"window_size_left": -1, "window_size_right": 0}
+    assert sides(True, 0) == sides(False, 0) == {}
     assert sides(True, 4) == {"window_size_left": 3, "window_size_right": 0}
-    assert sides(False, 0) == {"window_size_left": -1, "window_size_right": -1}
     assert sides(False, 4) == {"window_size_left": 3, "window_size_right": 3}
+
+
+class Kernels:
+    """Kernels that are activated as flash attention 3 and 4 are, here for the CPU."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.library: Any = torch.library.Library("aten", "IMPL")
+        for name in ("forward", "backward"):
+            self.library.impl(f"_flash_attention_{name}", getattr(self, name), "CPU")
+
+    def remove(self) -> None:
+        self.library._destroy()
+
+    def how(self, causal: bool, scale: float, sides: dict[str, Any]) -> tuple[Any, ...]:
+        left, right = sides.get("window_size_left"), sides.get("window_size_right")
+        assert -1 not in (left, right)  # flash attention 4 takes it as a window
+        return causal or right == 0, 0 if left is None else left + 1, scale, 0.0
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cu_k: Tensor, longest: int,
+        longest_k: int, dropout: float, causal: bool, debug: bool, *, scale: float, **sides: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self.calls.append("forward")
+        tiles, how = segment_attention._tiles(cu, cu_k), self.how(causal, scale, sides)
+        found = segment_attention._tiles_forward(q, k, v, tiles, *how)
+        return *found, *(torch.zeros(2, dtype=torch.uint64) for _ in range(2)), q.new_empty(0)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu: Tensor,
+        cu_k: Tensor, longest: int, longest_k: int, dropout: float, causal: bool, state: Tensor,
+        unused: Tensor, *, scale: float, **sides: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self.calls.append("backward")
+        tiles, how = segment_attention._tiles(cu, cu_k), self.how(causal, scale, sides)
+        return segment_attention._tiles_backward(grad, q, k, v, out, lse, tiles, *how)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "activate_flash_attention_impl"), reason="torch < 2.11"
+)
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sink", [False, True], ids=["", "sinks"])
+def test_kernels_that_are_activated_in_torch_are_used(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, sink: bool
+) -> None:
+    """Torch's registry and dispatcher are real; only the device is pretended to be CUDA."""
+    batch = batch_of([5, 1, 7, 2], "packed static")
+    leaves = [x.double().requires_grad_() for x in tensors_for(batch)]
+    if sink:
+        leaves.append(torch.randn(4, dtype=torch.float64, requires_grad=True))
+    q, k, v, *sinks = leaves
+    call = Call(q, k, v, Boundaries.of(batch), window=window, sinks=sinks[0] if sinks else None)
+    expected = BACKENDS["segments"](call)
+    kernels = Kernels()
+    registry = torch.nn.attention
+    registry.register_flash_attention_impl("ours", register_fn=lambda: kernels)
+    registry.activate_flash_attention_impl("ours")
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    try:
+        half = (x.bfloat16() for x in (q, k, v))
+        assert choose(replace(call, **dict(zip("qkv", half, strict=True)))) == "varlen"
+        found = BACKENDS["varlen"](call)
+        weights = torch.randn_like(q)
+        gradients = [
+            torch.autograd.grad((out * weights).sum(), leaves) for out in (expected, found)
+        ]
+    finally:
+        monkeypatch.undo()
+        registry.restore_flash_attention_impl()
+    assert kernels.calls == ["forward", "backward"]
+    assert distance(found.detach(), expected.detach()) < 1e-12
+    for right, mine in zip(*gradients, strict=True):
+        assert distance(mine, right, least=1.0) < 1e-10
 
 
 def test_the_operator_has_the_right_shapes_and_gradients_when_it_is_traced() -> None:

@@ -674,9 +674,10 @@ varlen.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _sides(causal: bool, window: int) -> dict[str, int]:
-    """How far the kernels of CUDA look back and ahead; -1: everywhere."""
-    back = window - 1 if window else -1
-    return {"window_size_left": back, "window_size_right": 0 if causal else back}
+    """How far the kernels of CUDA look back and ahead. Without a window nothing is passed: some
+    that can be activated take -1 as a window, or refuse any."""
+    back = window - 1
+    return {"window_size_left": back, "window_size_right": 0 if causal else back} if window else {}
 
 
 # Other devices: the same operators, one tile at a time. Compiled models call them on the CPU, and

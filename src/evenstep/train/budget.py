@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import gc
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -27,6 +28,7 @@ _SMALLEST = 2048  # slots of the first probe, if no sample is longer
 _TRIES = 6  # steps at the limit, each smaller than the one before
 _LINES = 2  # the first one bends where logits begin to be divided into chunks
 _CLIMBS = 16  # steps below the limit, each larger than the one before
+_STEPS = 3  # of each size: the later ones find memory in the pieces that the first one leaves
 
 
 class MemoryMeter(Protocol):
@@ -59,7 +61,8 @@ class CudaMemory:
         return min(float(free + torch.cuda.memory_reserved(self.device)), allowed)
 
     def restart(self) -> None:
-        """Also returns memory that is reserved in pieces of other sizes."""
+        """Also returns memory that is reserved in pieces of other sizes, or held in cycles."""
+        gc.collect()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -88,12 +91,9 @@ class MeasuredBudget:
     """Bytes that are available on this rank."""
 
     def __repr__(self) -> str:
-        parts = (
-            counted(self.max_tokens, "slot"),
-            f"{self.fixed / 2**30:.1f} GiB and {self.per_slot / 2**20:.3f} MiB per slot",
-            f"of {self.total / 2**30:.1f} GiB",
-        )
-        return line("MeasuredBudget", parts)
+        each = f"{self.fixed / 2**30:.1f} GiB and {self.per_slot / 2**20:.3f} MiB per slot"
+        of = f"of {self.total / 2**30:.1f} GiB"
+        return line("MeasuredBudget", (counted(self.max_tokens, "slot"), each, of))
 
 
 def find_budget(
@@ -107,12 +107,13 @@ def find_budget(
 ) -> MeasuredBudget:
     """The largest `Packed(max_tokens=...)` whose steps fit into the memory of every rank.
 
-    Runs a small step, two probes of different sizes and one or two steps near the limit that a line
-    through their peaks gives, each twice, of two packed micro-batches of samples of these lengths,
-    the longest included, and an update. Afterwards the model, optimizer, gradients and random state
-    of torch are as before, also after an error; copies of them are held on the host meanwhile. All
-    ranks must call it with the same arguments. Several ranks of fully_shard, which would hang if
-    one ran out of memory, come near the limit from below in up to 16 steps; the smallest must fit.
+    Tries a small size, two more, and one or two near the limit that a line through their peaks
+    gives. Each begins as training does, without new states of the optimizer: three steps of two
+    packed micro-batches of samples of these lengths, the longest included, and updates. Afterwards
+    the model, optimizer, gradients and random state of torch are as before, also after an error;
+    copies are on the host meanwhile. All ranks must call it with the same arguments. Several ranks
+    of fully_shard, which would hang if one ran out of memory, come near the limit from below in up
+    to 16 tries; the smallest must fit.
 
     margin       the budget is smaller than the predicted limit by this share, for fragments of
                  memory; and no larger than a step that fitted
@@ -138,8 +139,8 @@ def find_budget(
     probe = Probe(runner, optimizer, order, meter, make_sample or _tokens)
     smallest = max(int(order[0]), _SMALLEST)
     with unchanged(runner.model, optimizer):
+        probe.peak(smallest)  # compiles layers and loads kernels, which take memory, too
         total = meter.total()
-        probe.peak(smallest)  # allocates the optimizer's states, compiles layers
         first = smallest, probe.peak(smallest)
         if runner.collective.size > 1 and Framework.of(runner.model).locks_step:
             before, last = first, probe.climb(total * (1 - margin), first)
@@ -177,13 +178,16 @@ class Probe:
         # A scaler would count the probes as steps.
         self.runner = replace(runner, on_memory="raise", on_nonfinite=None, scaler=None, keep=None)
         self.optimizer, self.order, self.meter = optimizer, order, meter
-        self.make_sample = make_sample
+        self.make_sample, self.known = make_sample, set(optimizer.state)
 
     def peak(self, slots: int) -> float:
-        """The peak of two steps of two micro-batches of so many slots, and of their updates. The
-        second one finds the memory in the pieces that the first one has left."""
+        """The peak of steps of two micro-batches of so many slots, and of their updates.
+
+        As in training, new states of the optimizer come to lie between what the first step used.
+        """
+        _forget_others(self.optimizer, self.known)
         self.meter.restart()
-        for _ in range(2):
+        for _ in range(_STEPS):
             self.runner.run([self._batch(slots), self._batch(slots)])
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -191,17 +195,17 @@ class Probe:
 
     def near_limit(self, total: float, margin: float, first: Point) -> tuple[Point, Point]:
         """Two points, the last one as near to the limit as fits."""
-        smallest = first[0]
-        before, last = first, self.largest([2 * smallest, 3 * smallest // 2, 5 * smallest // 4])
+        before, last = first, self.largest([first[0] * quarters // 4 for quarters in (8, 6, 5)])
         for _ in range(_LINES):
-            most = int(self.limit(total, before, last) * (1 - margin))
+            most = self.limit(total, before, last) * (1 - margin)
             # Each try after one that does not fit is smaller by the margin.
             tries = [int(most * (1 - max(margin, 0.01)) ** n) for n in range(_TRIES)]
             tries = [slots for slots in tries if slots > 1.01 * last[0]]
-            nearer = self.largest([*tries, last[0]]) if tries else last
-            if nearer[0] == last[0]:
+            if not tries:
                 break
-            before, last = last, nearer
+            nearer = self.largest([*tries, last[0]])
+            if nearer[0] > last[0]:
+                before, last = last, nearer
             if nearer[0] < tries[0]:
                 break
         return before, last
@@ -219,11 +223,7 @@ class Probe:
                 break
             slots, peak = more, self.peak(more)
         if slots == smallest:
-            raise MicroBatchError(
-                f"micro-batches of {smallest} slots, with a sample of {self.order[0]} tokens, take "
-                f"nearly all memory of a rank. Recompute activations, shard the model over more "
-                f"ranks, or split long samples."
-            )
+            raise self.no_room(smallest, "take nearly all memory of a rank")
         return slots, peak
 
     def largest(self, sizes: Sequence[int]) -> Point:
@@ -239,11 +239,14 @@ class Probe:
             self.optimizer.zero_grad()
             if self.least(float(peak is not None)) and peak is not None:
                 return slots, peak
-        raise MicroBatchError(
-            f"micro-batches of {sizes[-1]} slots, with a sample of {self.order[0]} tokens, run out "
-            f"of memory. Recompute activations, shard the model over more ranks, or split long "
-            f"samples."
-        ) from failure
+        raise self.no_room(sizes[-1], "run out of memory") from failure
+
+    def no_room(self, slots: int, why: str) -> MicroBatchError:
+        """The error for micro-batches that are too large, however small."""
+        return MicroBatchError(
+            f"micro-batches of {slots} slots, with a sample of {self.order[0]} tokens, {why}. "
+            f"Recompute activations, shard the model over more ranks, or split long samples."
+        )
 
     def limit(self, total: float, first: Point, second: Point) -> float:
         """The slots at which the line through two points reaches the memory of a rank."""
@@ -293,6 +296,7 @@ def unchanged(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 _restore(optimizer, states)
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(values)
+            gc.collect()
             with suppress(Exception):
                 torch.cuda.empty_cache()
 
@@ -306,13 +310,17 @@ def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _forget_others(optimizer: torch.optim.Optimizer, known: Container[Any]) -> None:
+    """Take away the states of parameters that are not known."""
+    for parameter in [each for each in optimizer.state if each not in known]:
+        del optimizer.state[parameter]
+
+
 def _restore(optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Any]]) -> None:
     """Give each parameter its former state; those that had none lose theirs."""
-    for parameter in list(optimizer.state):
-        if parameter not in states:
-            del optimizer.state[parameter]
-            continue
-        state, values = optimizer.state[parameter], states[parameter]
+    _forget_others(optimizer, states)
+    for parameter, state in optimizer.state.items():
+        values = states[parameter]
         for name in list(state):
             if name not in values:
                 del state[name]
