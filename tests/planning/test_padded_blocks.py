@@ -146,13 +146,13 @@ def test_waves_are_close_to_the_most_even_contiguous_ones() -> None:
 
 
 @examples(60)
-@given(some_units(30), st.integers(2, 4), st.integers(0, 2))
+@given(some_units(30), st.integers(2, 4), st.integers(0, 2), st.booleans())
 def test_lowering_the_levels_of_waves_never_makes_them_slower(
-    units: Rows, ranks: int, more: int
+    units: Rows, ranks: int, more: int, by_share: bool
 ) -> None:
     waves = -(-fewest_cuts(units.starts) // ranks) + more
     ends = even_waves(units, starts_of(cheapest_cuts(units, ranks, waves), ranks, waves), ranks)
-    lowered = lower_levels(units, ends, ranks, waves, 20_000)
+    lowered = lower_levels(units, ends, ranks, waves, 20_000, by_share)
     assert_within_limits(units, lowered)
     assert len(lowered) <= waves * ranks
     before, after = (levels_of(units, cut, ranks, waves).sum() for cut in (ends, lowered))

@@ -230,8 +230,9 @@ class _Divider:
             rows, ranks = self.rows, self.ranks
             if len(rows.price) <= _SHIFTED:
                 cuts += [cut for cut in self._even_waves(count) if len(cut)]
-            for ends in cuts:  # where levels end depends on their start
-                ends = lower_levels(rows, ends, ranks, count, _WORK)
+            capped = _capped(rows, ranks * count, cheapest) if len(rows.price) <= FEW else []
+            for at, ends in enumerate(cuts + capped):  # where levels end depends on their start
+                ends = lower_levels(rows, ends, ranks, count, _WORK, at < len(cuts))
                 yield self.dealt(ends, count, "refined", "micro_batch")
         if count >= self.fewest_shared:
             yield self.shared.address(count)
@@ -598,12 +599,14 @@ def even_level(units: Rows, start: int, end: int, most: int) -> float:
 
 
 @kernel
-def blocks_in_waves(units: Rows, levels: FloatArray, ranks: int) -> tuple[IntArray, int]:
+def blocks_in_waves(
+    units: Rows, levels: FloatArray, ranks: int, by_share: bool
+) -> tuple[IntArray, int]:
     """(ends of blocks such that each wave of `ranks` blocks keeps its level, blocks tried).
 
     There are no ends if the levels are too low.
 
-    Each block goes to the wave whose level it leaves the least share of.
+    Each block goes to the wave whose level it leaves the least of, or the least share of.
 
     rows of 8 and 5, 5, 1 x 8 with 2 ranks and levels 8, 5 -> 8 and 1 x 8; 5 and 5
     """
@@ -622,7 +625,8 @@ def blocks_in_waves(units: Rows, levels: FloatArray, ranks: int) -> tuple[IntArr
             i = block_start(units, j, levels[wave])
             if i == j:
                 continue
-            unused = 1 - block_cost(units, i, j) / levels[wave]
+            unused = levels[wave] - block_cost(units, i, j)
+            unused /= levels[wave] if by_share else 1.0
             if unused < least:
                 chosen, start, least = wave, i, unused
         if chosen < 0:
@@ -644,7 +648,9 @@ def levels_of(units: Rows, ends: IntArray, ranks: int, waves: int) -> FloatArray
 
 
 @kernel
-def lower_levels(units: Rows, ends: IntArray, ranks: int, waves: int, work: int) -> IntArray:
+def lower_levels(
+    units: Rows, ends: IntArray, ranks: int, waves: int, work: int, by_share: bool
+) -> IntArray:
     """The ends after levels are lowered, one by one and one at the expense of another.
 
     A level falls by a share; the other rises by as little as bisection finds. The change is kept if
@@ -665,14 +671,14 @@ def lower_levels(units: Rows, ends: IntArray, ranks: int, waves: int, work: int)
                     low, high = 0.0, gain * _LESS
                     if higher != lower:
                         trial[higher] += high
-                    found, tried = blocks_in_waves(units, trial, ranks)
+                    found, tried = blocks_in_waves(units, trial, ranks, by_share)
                     work -= tried
                     if found.shape[0] == 0:
                         continue
                     for _ in range(_TRIALS if higher != lower else 0):
                         middle = (low + high) / 2
                         trial[higher] = levels[higher] + middle
-                        lower_ends, tried = blocks_in_waves(units, trial, ranks)
+                        lower_ends, tried = blocks_in_waves(units, trial, ranks, by_share)
                         work -= tried
                         if lower_ends.shape[0]:
                             high, found = middle, lower_ends
@@ -694,8 +700,7 @@ def rank_sum_cuts(
     `given` are the ends of cuts to start from: that with the fewest slots, which is dealt by every
     balance, the cheapest, and others.
     """
-    even = even_blocks(units, 0, len(units.price), ranks * waves)
-    cuts = [*given, even, *_capped(units, even, given[1])]
+    cuts = [*given, *_capped(units, ranks * waves, given[1])]
     dealt = [deal_blocks(units, ends, ranks, waves, "lpt") for ends in cuts]
     slowest = [_slowest(units, *cut, ranks) for cut in zip(cuts, dealt, strict=True)]
     many = ranks * waves > _MANY
@@ -706,14 +711,14 @@ def rank_sum_cuts(
     return improved + fewest
 
 
-def _capped(units: Rows, even: IntArray, cheapest: IntArray) -> list[IntArray]:
-    """The ends of the cheapest cuts whose most expensive block is capped, at several caps."""
+def _capped(units: Rows, blocks: int, cheapest: IntArray) -> list[IntArray]:
+    """The ends of even blocks, and of the cheapest cuts with a capped most expensive block."""
+    even = even_blocks(units, 0, len(units.price), blocks)
     low, high = most_expensive(units, 0, even), most_expensive(units, 0, cheapest)
     caps = np.geomspace(low, high, _CAPS + 1)[:-1] if high > low else np.array([low])
     count = len(cheapest)
-    return [
-        optimal_cuts(units.scaled, units.rows, capped_starts(units, cap), count) for cap in caps
-    ]
+    starts = [capped_starts(units, cap) for cap in caps]
+    return [even, *(optimal_cuts(units.scaled, units.rows, each, count) for each in starts)]
 
 
 def deal_blocks(

@@ -359,7 +359,8 @@ def constructions(problem: Problem, waves: int) -> list[Construction]:
         return [*(partial(narrow, wider=wider) for wider in WIDER), waves_first, ranks_first]
     if recipe.second_work is not None:
         return [kinds_apart, waves_first, ranks_first, filled]
-    return [ranks_first, waves_first] if problem.by_rank(waves) else [waves_first]
+    spread: list[Construction] = [filled] if len(problem.units.caps) else []
+    return [*spread, *([ranks_first] if problem.by_rank(waves) else []), waves_first]
 
 
 class _Search:
@@ -400,9 +401,7 @@ class _Search:
         if best is None and recipe.layout.packer is None and not problem.kinds_matter:
             if recipe.equal_sizes:
                 best = faster(problem, None, equal_ranks(problem, waves), waves)
-            elif self.joint and (
-                len(problem.units.caps) or problem.fewest_packs <= waves * problem.per_wave
-            ):
+            elif self.joint and problem.fewest_packs <= waves * problem.per_wave:
                 best = faster(problem, None, filled(problem, waves), waves)
         quick_floor = problem.quick_floor(waves)  # the floor itself takes longer than exchanges
         if best is None or not self.joint or best.time <= quick_floor * CLOSE:
