@@ -14,6 +14,7 @@ import json
 import platform
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,13 +32,16 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks import tables
 from benchmarks.gradients import PER_PARAMETER, worst_parameter
+from benchmarks.models import first_line
 from benchmarks.tables import Section, Table, Target
 from evenstep import Packed, Padded, Recipe, Topology, make_plan
 from evenstep.core.layout import Layout
 from evenstep.demo.decoder import Decoder, DecoderShape
+from evenstep.tensors import cross_entropy, segment_attention
 from evenstep.tensors.batch import Batch, Boundaries
 from evenstep.tensors.collate import Collator
 from evenstep.tensors.segment_attention import Call, attention, block_mask, choose
+from evenstep.train import compile_layers
 
 ROOT = Path(__file__).resolve().parents[1]
 HALF = torch.bfloat16
@@ -457,6 +461,87 @@ def single(setup: Setup) -> Section:
     )
 
 
+# Kernels that are activated ---------------------------------------------------------------------
+
+
+class Plain:
+    """Flash attention as an implementation that torch can activate: one segment at a time."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.library: Any = torch.library.Library("aten", "IMPL")
+        self.library.impl("_flash_attention_forward", self.forward, "CUDA")
+        self.library.impl("_flash_attention_backward", self.backward, "CUDA")
+
+    def remove(self) -> None:
+        """Torch's own kernels run again."""
+        self.library._destroy()
+
+    def forward(self, *inputs: Any, scale: float) -> tuple[Tensor, ...]:
+        """Fails if it is given a window."""
+        self.calls["forward"] += 1
+        q, k, v, cu_seqlens, cu_seqlens_k, *_, causal, _ = inputs
+        tiles = segment_attention._tiles(cu_seqlens, cu_seqlens_k)
+        found = segment_attention._tiles_forward(q, k, v, tiles, causal, 0, scale, 0.0)
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        return *found, state, state.clone(), q.new_empty(0)
+
+    def backward(self, *inputs: Any, scale: float) -> tuple[Tensor, ...]:
+        """Fails if it is given a window."""
+        self.calls["backward"] += 1
+        tiles = segment_attention._tiles(*inputs[6:8])
+        causal = inputs[11]
+        return segment_attention._tiles_backward(*inputs[:6], tiles, causal, 0, scale, 0.0)
+
+
+def activated(setup: Setup) -> Section:
+    """Whether a decoder runs on what is activated in torch, and which of it is installed."""
+    table = Table("Activated", {"": "", "calls": "", "gradients": ".1e"})
+    if setup.device != "cuda" or not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        return Section("Kernels that are activated", ["needs a GPU and torch 2.11"])
+    registry, notes = torch.nn.attention, []
+    plain: list[Plain] = []
+    for name in registry.list_flash_attention_impls():
+        try:
+            registry.activate_flash_attention_impl(name)
+            notes.append(f"{name} is installed.")
+        except Exception as error:
+            notes.append(f"{name} cannot be activated: {first_line(error)}.")
+    registry.register_flash_attention_impl(
+        "plain", register_fn=lambda: plain.append(Plain()) or plain[-1]
+    )
+    (batch,) = make_batch([5, 700, 41], Recipe(layout=Packed(max_tokens=1024)), setup.device)
+    exact, largest, calls = None, 0.0, []
+    for name, active, compiled in (
+        ("torch's own", False, False), ("activated", True, False), ("compiled", True, True),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        model = Decoder(DecoderShape(vocab=1000)).to(setup.device, HALF)
+        if compiled:
+            compile_layers(model)
+        if active:
+            registry.activate_flash_attention_impl("plain")
+        cross_entropy()(model(batch), batch).loss.backward()
+        gradient = torch.cat([each.grad.flatten().double() for each in model.parameters()])
+        exact = gradient if exact is None else exact
+        off = float((gradient - exact).abs().max() / exact.abs().max())
+        calls.append(dict(plain[-1].calls) if active else {})
+        table.add(name, str(calls[-1]), off)
+        largest = max(largest, off)
+        if active:
+            registry.restore_flash_attention_impl()
+    used = all(each == {"forward": 2, "backward": 2} for each in calls[1:])
+    return Section(
+        "Kernels that are activated",
+        notes,
+        tables=[table],
+        targets=[
+            Target("each of 2 layers calls what is activated", str(calls[1:]), used),
+            Target(f"gradients in bfloat16 within {LIMIT:.0e}", f"{largest:.1e}", largest <= LIMIT),
+        ],
+    )
+
+
 # Running --------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[Setup], Section]] = {
@@ -464,6 +549,7 @@ SECTIONS: dict[str, Callable[[Setup], Section]] = {
     "decoder": decoder,
     "speed": speed,
     "single": single,
+    "activated": activated,
 }
 
 

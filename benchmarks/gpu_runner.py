@@ -365,6 +365,7 @@ def budgets() -> Section:
             verdicts = ["fit" if each else "out of memory" for each in fit]
             gib, ratio = share * whole / 2**30, budget / limit if limit else 0.0
             table.add(name, gib, budget, limit, ratio, seconds, *verdicts)
+            print(name, trial, budget, limit, f"{ratio:.3f} {seconds:.1f} s", *verdicts)
         shown = ", ".join(f"{ratio:.1%}" for ratio in ratios)
         within = all(0.95 <= ratio <= 1 for ratio in ratios)
         targets.append(Target(f"{name}: within 5 % of bisection", shown, within))
