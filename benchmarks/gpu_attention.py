@@ -504,12 +504,16 @@ def activated(setup: Setup) -> Section:
     for name in registry.list_flash_attention_impls():
         try:
             registry.activate_flash_attention_impl(name)
+            registry.restore_flash_attention_impl()
             notes.append(f"{name} is installed.")
         except Exception as error:
             notes.append(f"{name} cannot be activated: {first_line(error)}.")
-    registry.register_flash_attention_impl(
-        "plain", register_fn=lambda: plain.append(Plain()) or plain[-1]
-    )
+
+    def register() -> Plain:
+        plain.append(Plain())
+        return plain[-1]
+
+    registry.register_flash_attention_impl("plain", register_fn=register)
     (batch,) = make_batch([5, 700, 41], Recipe(layout=Packed(max_tokens=1024)), setup.device)
     exact, largest, calls = None, 0.0, []
     for name, active, compiled in (
