@@ -149,6 +149,22 @@ def planned_trainer(folder: Path, model: Any = None, recipe: Any = None, **chang
     )
 
 
+@pytest.mark.parametrize("where", ["label_smoothing_factor", "compute_loss_func"])
+def test_a_loss_without_the_labels_between_segments_is_refused(tmp_path: Path, where: str) -> None:
+    smoothing = {"label_smoothing_factor": 0.1} if where == "label_smoothing_factor" else {}
+    options: dict[str, Any] = {} if smoothing else {where: lambda outputs, labels: outputs}
+    trainer = PlannedTrainer(
+        tiny_model(),
+        arguments_of(TrainingArguments, tmp_path, **smoothing),
+        train_dataset=Samples(),
+        lengths=LENGTHS,
+        recipe=Recipe(layout=Packed(max_tokens=16), overflow="split"),
+        **options,
+    )
+    with pytest.raises(ConfigError, match=f"{where}.*where a sample is split"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("name", ["dispatch_batches", "split_batches"])
 def test_options_that_divide_batches_are_refused(tmp_path: Path, name: str) -> None:
     trainer = planned_trainer(tmp_path, accelerator_config={name: True})

@@ -281,6 +281,13 @@ class EvenstepMixin:
         check_accelerator(self.accelerator, stream)
         if isinstance(stream, PlannedStream):
             check_fingerprints(stream)
+        options = ("label_smoother", "compute_loss_func")
+        if self.recipe.overflow == "split" and any(getattr(self, n, None) for n in options):
+            raise ConfigError(
+                "label_smoothing_factor and compute_loss_func read 'labels', which have no label "
+                "where a sample is split. Set overflow to 'truncate', 'drop' or 'alone', or leave "
+                "them out."
+            )
         support = support_of(self.model) if isinstance(self.recipe.layout, Packed) else None
         if support is not None and not support.safe:
             raise ConfigError(
