@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from evenstep.cli.measure import measure as measure_budget
     from evenstep.cli.overrides import number_of, overrides_of, resolved
     from evenstep.cli.samples import Samples
-    from evenstep.cli.sweep import USABLE, Sweep
+    from evenstep.cli.sweep import Sweep
     from evenstep.cli.whole_report import of_run
     from evenstep.compat.filled import filled_packs
     from evenstep.compat.rank_packs import WORK
@@ -186,7 +186,7 @@ if TYPE_CHECKING:
     from evenstep.report.run_log import typical_error
     from evenstep.report.simulation.device import cluster_of
     from evenstep.report.simulation.exchange import Exchange
-    from evenstep.report.simulation.memory import Memory, memory_of
+    from evenstep.report.simulation.memory import USABLE, Memory, memory_of
     from evenstep.report.simulation.pipeline import pipeline_times
     from evenstep.report.simulation.schedule import run_order, stage_order
     from evenstep.report.simulation.simulate import PARTS as SIMULATED_PARTS
@@ -242,8 +242,10 @@ if TYPE_CHECKING:
     from evenstep.trainer import run as run_module
     from evenstep.trainer.checkpoints import Checkpoints, Place, complete, read_place
     from evenstep.trainer.job import Job as TrainJob
+    from evenstep.trainer.job import job_of
     from evenstep.trainer.ranks import Ranks
-    from evenstep.trainer.run import State, record
+    from evenstep.trainer.run import State, record, reduce_every
+    from evenstep.trainer.samples import stored_samples
 
 
 def _homes() -> dict[str, tuple[str, str]]:

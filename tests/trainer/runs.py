@@ -124,6 +124,9 @@ def main() -> None:
     options = json.loads(changes)
     if "break_on" in options:
         break_on(options.pop("break_on"))
+    if "samples" in options:  # of a step
+        steps = Steps(samples=options.pop("samples"))
+        options["recipe"] = Recipe(layout=Packed(max_tokens=256), steps=steps)
     if "validation" in options:
         options["data"] = Corpus(paths=paths, validation=options.pop("validation"))
     if "file_limit" in options:  # as if the disk were full after so many bytes of a file

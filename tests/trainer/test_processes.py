@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evenstep import Packed, Recipe, Steps
 from evenstep.errors import FileError
 from evenstep.trainer import train
 from tests.internals import complete, read_place, run_module
@@ -37,6 +39,25 @@ def test_two_processes_give_the_losses_of_one_and_skip_the_same_step(
     one, two = (np.array(losses(tmp_path / name), float) for name in ("one", "two"))
     assert np.isnan(one).sum() == 1
     assert np.allclose(two, one, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("every", ["micro_batch", None])
+def test_gradients_that_are_scattered_by_micro_batches_give_the_losses_of_one_process(
+    tmp_path: Path, every: str | None
+) -> None:
+    data = texts(tmp_path)
+    options: dict[str, Any] = {"stream": {"max_num_steps": 3}, "model": {"layers": 3}}
+    steps = Recipe(layout=Packed(max_tokens=256), steps=Steps(samples=24))
+    train(settings(tmp_path / "one", data, recipe=steps, **options))
+
+    trainer = {"parallel": "fsdp2", "reduce_every": every}
+    finish(start(tmp_path / "two", data, ranks=2, samples=24, trainer=trainer, **options))
+
+    first, *_ = logged(tmp_path / "two")
+    assert [len(costs) for costs in first["micro_batches/cost"]] == [2, 2]
+    assert np.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
+    (started,) = (tmp_path / "two" / "starts.jsonl").read_text().splitlines()
+    assert json.loads(started)["reduce_every"] == (every or "step")  # on a CPU, unless asked
 
 
 def test_a_folder_belongs_to_one_run_until_that_is_killed(tmp_path: Path) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import get_scheduler
 
-from evenstep import Packed, Padded, Recipe, Steps
+from evenstep import Packed, Padded, Recipe, Steps, Topology, World
 from evenstep.cli import main
-from evenstep.config import FaultsError, OptimizerSettings
+from evenstep.config import FaultsError, ModelSettings, OptimizerSettings, TrainerSettings
 from evenstep.data import Corpus
 from evenstep.errors import ConfigError
 from evenstep.trainer import train
+from tests.internals import USABLE, Ranks, SyncEvery, job_of, reduce_every, stored_samples
 from tests.trainer.runs import logged, losses, settings, texts
 
 STEPS = {"max_num_steps": 3}
@@ -144,6 +146,44 @@ def test_schedules_are_those_of_transformers(schedule: str) -> None:
         assert ours.rate(step, steps) == pytest.approx(expected, abs=1e-9)
         optimizer.step()
         theirs.step()
+
+
+def test_gradients_are_scattered_by_micro_batches_if_summed_ones_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = settings(tmp_path / "run", texts(tmp_path), trainer={"parallel": "fsdp2"})
+    job = job_of(whole, ranks=2)
+    sizes = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 24}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 256}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", **sizes}))
+    alone: Any = {"collective": None, "slow": None, "background": None}
+    ranks = Ranks(world=World(0, 1), device=torch.device("cuda"), **alone)
+    samples, _ = stored_samples(job, ranks)
+    job = replace(job, settings=replace(job.settings, model=ModelSettings(path=str(config))))
+    ranks = replace(ranks, world=World(0, 2))
+    monkeypatch.setattr(Ranks, "any", lambda ranks, flag: flag)
+    weights = 24 * (4 * 512**2 + 3 * 512 * 768 + 1024) + 512 * (2 * 256 + 1)
+    model = torch.nn.Linear(weights, 1, bias=False, device="meta")
+
+    def chosen(memory: float, job: Any = job, tokens: int = 400) -> str:
+        properties = SimpleNamespace(total_memory=memory / USABLE)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        options: dict[str, Any] = {"layout": Packed(max_tokens=tokens), "steps": Steps(samples=24)}
+        recipe = replace(job.settings.recipe, **options, topology=Topology(dp=2))
+        return str(reduce_every(job, ranks, model, samples, recipe))
+
+    # Of each weight, 6 bytes are state, 4 summed gradients or 2.5 scattered ones; 4 activations.
+    assert chosen(15 * weights) == "step"
+    assert chosen(13 * weights) == "micro_batch"
+    assert chosen(9 * weights, tokens=4096) == "step"  # one micro-batch
+    words: tuple[SyncEvery, ...] = ("step", "micro_batch")
+    for asked in words:
+        trainer = TrainerSettings(parallel="fsdp2", reduce_every=asked)
+        other = replace(job, settings=replace(job.settings, trainer=trainer))
+        assert chosen(13 * weights, other) == asked
+    with pytest.raises(FaultsError, match=r"reduce_every has no effect on ddp\."):
+        job_of(settings(tmp_path / "run", texts(tmp_path), trainer={"reduce_every": "step"}))
 
 
 def test_a_dry_run_plans_and_trains_nothing(

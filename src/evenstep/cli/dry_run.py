@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
 
-from evenstep.core.models import ModelSize, named_config
+from evenstep.config.runs import peak_of_steps
 from evenstep.core.plan import join_plans
-from evenstep.core.recipe import Topology, World
-from evenstep.report.simulation.memory import memory_of
+from evenstep.core.recipe import World
 from evenstep.train.collectives import Alone
 from evenstep.trainer.job import Job
 from evenstep.trainer.model import build, cost_of
 from evenstep.trainer.ranks import Ranks, device_of
 from evenstep.trainer.samples import recipe_for, stored_samples
-
-_PLANNED = 20  # steps
 
 
 def preview(job: Job) -> dict[str, float]:
@@ -30,22 +27,13 @@ def preview(job: Job) -> dict[str, float]:
     samples, held_out = stored_samples(job, alone)
     with torch.device("meta"):
         model = build(settings.model, job.corpus.vocabulary())
-    stream = samples.stream(
-        recipe_for(job, size, cost_of(model)),
-        World(0, size),
-        seed=settings.stream.seed,
-        shuffle=settings.stream.shuffle,
-        max_num_steps=job.steps,
-        infinite_loop=True,
-    )
-    steps = list(islice(stream, _PLANNED))
-    plans = [step.plan for step in steps if step.plan is not None]
+    recipe = recipe_for(job, size, cost_of(model))
+    plans = samples.first_plans(job, recipe, World(0, size))
     ends = np.cumsum([0, *(len(plan.lengths) for plan in plans)]).tolist()
     plan = join_plans(plans, [np.arange(*pair) for pair in pairwise(ends)])
     stats = plan.stats()
     lengths = samples.file.lengths_of(np.arange(len(samples.file)))
-    micro_batches = max(len(step.micro_batches) for step in steps)
-    slots = max(micro.slots for step in steps for micro in step.micro_batches)
+    counts = np.concatenate([np.diff(each.cell_offsets) for each in plans])
     figures: dict[str, float] = {
         "samples": len(lengths),
         "held_out_samples": 0 if held_out is None else len(held_out.file),
@@ -53,22 +41,17 @@ def preview(job: Job) -> dict[str, float]:
         "steps": job.steps,
         "epochs": job.steps * ends[-1] / len(plans) / len(lengths),
         "planned_steps": len(plans),
-        "micro_batches_per_rank_and_step": micro_batches,
-        "slots_of_the_largest_micro_batch": slots,
+        "micro_batches_per_rank_and_step": int(counts.max()),
+        "slots_of_the_largest_micro_batch": int(plan.slots.max()),
         "padding_percent": 100 * float(stats["padding_ratio"] or 0),
         "parameters": sum(each.numel() for each in model.parameters()),
         "trained_parameters": sum(e.numel() for e in model.parameters() if e.requires_grad),
     }
-    if settings.model.path is not None:
-        sharded = settings.trainer.parallel == "fsdp2"
-        memory = memory_of(
-            ModelSize.of(named_config(settings.model.path)),
-            Topology(dp=size if sharded else 1),
-            slots=slots,
-            micro_batches=micro_batches,
-            checkpointing=settings.trainer.checkpointing,
-        )
-        frozen = 1 - figures["trained_parameters"] / figures["parameters"]
-        peak = memory.peak - frozen * (memory.optimizer + memory.summed_gradients)
-        figures["memory_per_rank_gb"] = peak / 1e9
+    trained = figures["trained_parameters"] / figures["parameters"]
+    peaks = [peak_of_steps(settings, size, plans, trained, each) for each in (False, True)]
+    if peaks[0]:
+        chosen = peaks[settings.trainer.reduce_every == "micro_batch"]
+        figures["memory_per_rank_gb"] = chosen / 1e9
+        if peaks[1] < chosen:
+            figures["memory_per_rank_gb_if_reduced_every_micro_batch"] = peaks[1] / 1e9
     return figures

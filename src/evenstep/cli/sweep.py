@@ -16,12 +16,10 @@ from evenstep.core.recipe import Recipe, Topology
 from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, PlanError
 from evenstep.report.simulation.device import cluster_of
-from evenstep.report.simulation.memory import memory_of
+from evenstep.report.simulation.memory import USABLE, memory_of
 from evenstep.report.simulation.simulate import simulate
 from evenstep.report.simulation.tuning import Setting, ranked
 
-USABLE = 0.92
-"""The share of a GPU's memory that is planned; CUDA and fragments need the rest."""
 _SMALLEST, _LARGEST = 4096, 1 << 20  # slots per device
 _UNIT = 1024  # budgets are multiples of it
 _PER_RANK = (2, 8, 32)  # samples per step and device

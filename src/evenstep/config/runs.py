@@ -6,15 +6,21 @@ out/settings.json   the settings of a run, as `Settings.to_dict` gives them
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from evenstep.config.settings import Settings, TrainerSettings
 from evenstep.config.training import LoraSettings, ModelSettings
+from evenstep.core.models import ModelSize, read_model_config
+from evenstep.core.plan import Plan
 from evenstep.core.plan_file import replace_file
+from evenstep.core.recipe import Topology
 from evenstep.core.text import short_repr
 from evenstep.errors import ConfigError, FileError
+from evenstep.report.simulation.memory import memory_of
 
 _SETTINGS = "settings.json"
 _MATTERS = (
@@ -57,6 +63,9 @@ def run_faults(settings: Settings) -> list[str]:
         ),
         f"trainer.beta has no effect on {trainer.job}. Set trainer.job to dpo, or remove it.": (
             trainer.job != "dpo" and trainer.beta != TrainerSettings().beta
+        ),
+        "trainer.reduce_every has no effect on ddp. Set trainer.parallel to fsdp2, or remove it.": (
+            trainer.parallel == "ddp" and trainer.reduce_every is not None
         ),
         "log_probs has no effect on training. Remove it.": settings.log_probs is not None,
         "stream.pool has no effect: the trainer tokenizes all samples first and plans whole "
@@ -117,6 +126,29 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         inner = isinstance(value, Mapping)
         flat |= _leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return flat
+
+
+def peak_of_steps(
+    settings: Settings, ranks: int, plans: Iterable[Plan], trained: float, scattered: bool
+) -> float:
+    """Bytes that steps of these plans take on a rank, as `evenstep tune` estimates them; 0 if the
+    layers of the model are unknown. `trained` is the share of its weights that are."""
+    sharded = settings.trainer.parallel == "fsdp2"
+    try:
+        size = ModelSize.of(read_model_config(settings.model.path).section("text"))
+    except ConfigError:  # also without a path
+        return 0.0
+    sizes = [(plan.slots.max(initial=1), np.diff(plan.cell_offsets).max()) for plan in plans]
+    slots, micro_batches = np.max(sizes, axis=0).tolist()
+    return memory_of(
+        size,
+        Topology(dp=ranks if sharded else 1),
+        slots=slots,
+        micro_batches=micro_batches,
+        checkpointing=settings.trainer.checkpointing,
+        scattered=scattered and sharded,
+        trained=trained,
+    ).peak
 
 
 # The settings of the run in a folder --------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from evenstep.config.training import ModelSettings, OptimizerSettings
-from evenstep.core.recipe import Recipe
+from evenstep.core.recipe import Recipe, SyncEvery
 from evenstep.core.text import one_of, real_field, seed_number, truth_field, whole_field
 from evenstep.data.corpus import Corpus
 from evenstep.data.pool import Pool
@@ -66,6 +66,8 @@ class TrainerSettings:
     out             folder for checkpoints, logs and tokenized samples
     save            folder for the trained model at the end, as `from_pretrained` reads it
     parallel        what keeps several ranks together
+    reduce_every    of fsdp2, when gradients are scattered: by each micro_batch, or once per step,
+                    which holds them whole until then. None: once per step if a GPU has the memory
     precision       bfloat16: mixed precision, with weights and gradients in float32
     checkpointing   recompute activations in the backward
     compile         compile the layers with torch.compile
@@ -89,6 +91,7 @@ class TrainerSettings:
     out: str | None = None
     save: str | None = None
     parallel: Parallel = "ddp"
+    reduce_every: SyncEvery | None = None
     precision: Precision = "float32"
     checkpointing: bool = False
     compile: bool = False
@@ -118,6 +121,8 @@ class TrainerSettings:
         truth_field(self, "trainer.per_micro_batch_normalization")
         one_of("trainer.job", self.job, JobKind)
         one_of("trainer.parallel", self.parallel, Parallel)
+        if self.reduce_every is not None:
+            one_of("trainer.reduce_every", self.reduce_every, SyncEvery)
         one_of("trainer.precision", self.precision, Precision)
         one_of("trainer.on_nonfinite", self.on_nonfinite, StopOrSkip)
 

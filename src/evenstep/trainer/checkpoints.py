@@ -180,7 +180,8 @@ class Checkpoints:
         faults: list[DamagedError] = []
         for at, path in enumerate(paths):
             try:
-                self._verify(path)
+                with self.ranks.together(path, DamagedError):  # ranks share the files
+                    verify(path, self.ranks.world.rank, self.ranks.world.size)
             except DamagedError as error:
                 faults.append(error)
                 if fall_back:
@@ -200,23 +201,12 @@ class Checkpoints:
             )
         return Place(0, None)
 
-    def _verify(self, path: Path) -> None:
-        """Compare the checksums; ranks share the files. Raises alike on all ranks."""
-        failure: EvenstepError | None = None
-        try:
-            verify(path, self.ranks.world.rank, self.ranks.world.size)
-        except FileError as error:
-            failure = error
-        self.ranks.agree(failure, DamagedError)
-
     def _load(self, path: Path, model: Any, optimizer: Any) -> Place:
         """Load a checkpoint into model and optimizer, and this rank's random states."""
         state = self._state(model, optimizer)
-        names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        _refuse_other_model(path, state["model"], names)
-        random = {
-            name: each for name, each in state.pop("random").items() if f"random.{name}" in names
-        }
+        _refuse_other_model(path, state["model"], stored(path, "model."))
+        names = stored(path, "random.")
+        random = {name: each for name, each in state.pop("random").items() if name in names}
         if random:  # the checkpoint may be of fewer ranks, or of another device
             state["random"] = random
         with loading(path, "Set trainer.out to another folder."):
@@ -300,21 +290,24 @@ def _place_of(manifest: Manifest, path: Path) -> Place:
     return place._replace(best=best)
 
 
-def _refuse_other_model(path: Path, weights: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
+def stored(path: Path, prefix: str) -> dict[str, tuple[int, ...] | None]:
+    """The names in a checkpoint that begin so, without it; the shapes of those that are tensors."""
+    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items()
+    within = [(name.removeprefix(prefix), each) for name, each in names if name.startswith(prefix)]
+    return {name: tuple(each.size) if hasattr(each, "size") else None for name, each in within}
+
+
+def _refuse_other_model(path: Path, weights: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose weights have other names or shapes than the model's."""
     shapes = {name: tuple(each.shape) for name, each in weights.items() if hasattr(each, "shape")}
-    known = {
-        name.removeprefix("model."): tuple(each.size)
-        for name, each in stored.items()
-        if name.startswith("model.") and hasattr(each, "size")
-    }
     faults = [
         f"{name} has shape {known[name]}, but {shape} in the model"
         for name, shape in shapes.items()
         if known.get(name, shape) != shape
     ]
     faults += [f"it lacks {name}" for name in shapes if name not in known]
-    faults += [f"it has {name}" for name in known if name not in shapes]
+    more = [name for name, shape in known.items() if shape is not None and name not in shapes]
+    faults += [f"it has {name}" for name in more]
     if faults:
         raise ConfigError(
             f"{path} is of another model: {listed(faults, most=2)}. Use the model of the run, or "

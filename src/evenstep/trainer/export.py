@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from evenstep.config.runs import stored_model
 from evenstep.data.manifest import DamagedError
 from evenstep.errors import ConfigError, FileError
-from evenstep.trainer.checkpoints import complete, loading, read_place, verify
+from evenstep.trainer.checkpoints import complete, loading, read_place, stored, verify
 from evenstep.trainer.model import build
 
 _REMEDY = "A run that goes on removes old ones: export again, or name another with --checkpoint."
@@ -49,16 +50,16 @@ def export_model(
         verify(path)
     except DamagedError as error:
         raise DamagedError(f"{error}. Name another with --checkpoint.") from None
-    stored, dtype = _stored_names(path), _dtype_of(Path(options.path))
+    names, dtype = stored(path, "model.").keys(), _dtype_of(Path(options.path))
     with torch.device("meta"):
         model: Any = build(replace(options, lora=None), 0)
-    if options.lora is None and stored >= model.state_dict().keys():
+    if options.lora is None and names >= model.state_dict().keys():
         model = model.to(dtype).to_empty(device="cpu")
         model.tie_weights()
     else:  # what is not trained is not in checkpoints; random weights are those of the run
         torch.manual_seed(seed)
         model = build(options, 0)
-    _load(path, stored, model)
+    _load(path, names, model)
     model.eval()
     if options.lora is not None and not adapters:
         model = model.merge_and_unload()
@@ -97,17 +98,10 @@ def _checkpoint_of(run: Path, name: str | None) -> Path:
     return paths[name]
 
 
-def _stored_names(path: Path) -> set[str]:
-    """The names of the weights in a checkpoint."""
-    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return {name.removeprefix("model.") for name in names if name.startswith("model.")}
-
-
-def _load(path: Path, stored: set[str], model: Any) -> None:
+def _load(path: Path, names: Set[str], model: Any) -> None:
     """Read the trained weights of a checkpoint into the model."""
-    weights = {name: each for name, each in model.state_dict().items() if name in stored}
-    missing = len(stored) - len(weights)
-    if missing:
+    weights = {name: each for name, each in model.state_dict().items() if name in names}
+    if missing := len(names) - len(weights):
         raise FileError(
             f"{path} has {missing} weights that the model lacks. Set model.path of the run to the "
             f"model that it trained."

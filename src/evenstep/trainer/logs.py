@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,13 @@ class Log:
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Add one step; numbers that are not finite are null."""
-        known = {name: None if _is_nonfinite(value) else value for name, value in values.items()}
-        self._file.write(json.dumps(known) + "\n")
+        lost = [n for n, each in values.items() if isinstance(each, float) and not isfinite(each)]
+        self._file.write(json.dumps({**values, **dict.fromkeys(lost)}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Finish the file."""
         self._file.close()
-
-
-def _is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _step(line: bytes) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from evenstep.config.settings import TrainerSettings
 from evenstep.config.training import ModelSettings, OptimizerSettings
@@ -64,8 +65,6 @@ def wrapped(model: nn.Module, settings: TrainerSettings, ranks: Ranks) -> Any:
         return model
     if settings.parallel == "fsdp2":
         return _sharded(model, settings)
-    from torch.nn.parallel import DistributedDataParallel
-
     return DistributedDataParallel(model)
 
 

@@ -62,6 +62,22 @@ class Ranks:
             if text is not None:
                 raise kind(text)
 
+    @contextmanager
+    def together(self, folder: Path, kind: type[EvenstepError] = RankError) -> Iterator[None]:
+        """What fails here on one rank, such as writing to the folder, is raised on all of them: as
+        it is there, as `kind` on the others."""
+        failure: EvenstepError | None = None
+        try:
+            yield
+        except EvenstepError as error:
+            failure = error
+        except OSError as error:
+            failure = FileError(
+                f"{folder} cannot be written ({error.strerror or error}). Set trainer.out to "
+                f"another folder."
+            )
+        self.agree(failure, kind)
+
 
 @contextmanager
 def reserved(folder: Path, ranks: Ranks) -> Iterator[None]:
@@ -71,20 +87,11 @@ def reserved(folder: Path, ranks: Ranks) -> Iterator[None]:
     so there are no stale ones.
     """
     lock: IO[str] | None = None
-    failure: EvenstepError | None = None
-    if ranks.first:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = lock_file(folder / "run.lock")
-        except EvenstepError as error:
-            failure = error
-        except OSError as error:
-            failure = FileError(
-                f"{folder} cannot be written ({error.strerror or error}). Set trainer.out to "
-                f"another folder."
-            )
     try:
-        ranks.agree(failure)
+        with ranks.together(folder):
+            if ranks.first:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = lock_file(folder / "run.lock")
         yield
     finally:
         if lock is not None:

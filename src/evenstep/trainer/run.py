@@ -18,12 +18,13 @@ from typing import Any, Self
 
 import torch
 
-from evenstep.config.runs import changed_settings, store_settings
+from evenstep.config.runs import changed_settings, peak_of_steps, store_settings
 from evenstep.config.settings import Settings
-from evenstep.core.recipe import Recipe, Steps
+from evenstep.core.recipe import Recipe, Steps, SyncEvery
 from evenstep.core.step import Step
 from evenstep.data.planned import PlannedStream
 from evenstep.errors import ConfigError, MicroBatchError
+from evenstep.report.simulation.memory import USABLE
 from evenstep.tensors.losses import cross_entropy
 from evenstep.tensors.preference import dpo
 from evenstep.train.normalization import GroupMean, TokenMean
@@ -142,14 +143,7 @@ def prepare(job: Job, ranks: Ranks) -> State:
             f"stream.max_num_steps is {job.steps}, but {place.step} steps are done in "
             f"{job.folder}. Raise it, or set trainer.out to another folder."
         )
-    stream = samples.stream(
-        recipe,
-        ranks.world,
-        seed=settings.stream.seed,
-        shuffle=settings.stream.shuffle,
-        max_num_steps=job.steps,
-        infinite_loop=True,
-    )
+    stream = samples.steps(job, recipe, ranks.world)
     if place.cursor is not None:
         stream.load_state_dict(place.cursor)
     pairs = settings.trainer.job == "dpo"
@@ -163,11 +157,28 @@ def prepare(job: Job, ranks: Ranks) -> State:
         forward=forward,
         device=ranks.device,
         cost=cost,
+        reduce_every=reduce_every(job, ranks, model, samples, recipe),
         on_nonfinite="skip" if settings.trainer.on_nonfinite == "skip" else "raise",
         peak_flops=peak_flops(ranks.device, settings.trainer.precision),
     )
     evaluate = None if held_out is None else evaluator(job, ranks, runner, held_out, recipe)
     return State(model, optimizer, runner, samples, stream, evaluate, place, checkpoints)
+
+
+def reduce_every(job: Job, ranks: Ranks, model: Any, samples: Samples, recipe: Recipe) -> SyncEvery:
+    """When gradients of fully_shard are scattered: as asked, else once per step unless a rank lacks
+    the memory to sum them before."""
+    settings, size = job.settings, ranks.world.size
+    if size == 1 or settings.trainer.parallel == "ddp":
+        return "step"
+    if settings.trainer.reduce_every is not None or ranks.device.type != "cuda":
+        return settings.trainer.reduce_every or "step"
+    plans, weights = samples.first_plans(job, recipe, ranks.world), list(model.parameters())
+    trained = sum(each.numel() for each in weights if each.requires_grad)
+    trained /= sum(each.numel() for each in weights)
+    summed, scattered = (peak_of_steps(settings, size, plans, trained, e) for e in (False, True))
+    room = USABLE * torch.cuda.get_device_properties(ranks.device).total_memory
+    return "micro_batch" if ranks.any(room < summed > scattered) else "step"
 
 
 def evaluator(
@@ -184,8 +195,8 @@ def evaluator(
         result = runner.evaluate(steps, numbers)
         by_source = zip(names, result.sources, strict=False)
         losses = {f"validation/loss/{name}": loss for name, loss in by_source}
-        more = ("accuracy", "margin") if held_out.pairs else ()
-        losses |= {f"validation/{name}": result.metrics[name] for name in more}
+        for name in ("accuracy", "margin") if held_out.pairs else ():
+            losses[f"validation/{name}"] = result.metrics[name]
         return {"validation/loss": result.loss, **losses}
 
     return evaluate
@@ -207,6 +218,7 @@ def remember(job: Job, ranks: Ranks, state: State, changed: dict[str, tuple[Any,
             "recipe": stream.recipe.to_dict(),
             "data": [str(path.resolve()) for path in state.samples.file.paths],
             "pairs": state.samples.pairs,
+            "reduce_every": state.runner.reduce_every,
             "changed": {name: list(values) for name, values in changed.items()},
         }
     )
@@ -228,15 +240,15 @@ def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
         for step in clock.each(state.stream):
             result = state.runner.run(step).reduce(ranks.collective)
             clock.model += result.timings.compute
-            refuse_many(place.skipped + result.skipped, job)
+            skipped = place.skipped + result.skipped
             with clock.updating:
-                update(job, state, place.step, result.skipped)
+                update(job, state, place.step, result.skipped, skipped)
             values = record(result, state.optimizer) | gathered(result, ranks.collective)
             values |= {"step": place.step, "epoch": step.epoch}
             values["seconds/plan"] = clock.planning.seconds
             loss = loss if result.skipped else result.loss
             done = place.step + 1
-            place = Place(done, step.cursor.to_dict(), place.skipped + result.skipped, place.best)
+            place = Place(done, step.cursor.to_dict(), skipped, place.best)
             stopped = ranks.any(request.asked)
             due = stopped or done == job.steps or done % trainer.save_every == 0
             better = False
@@ -267,24 +279,19 @@ def run(job: Job, ranks: Ranks, state: State, request: StopRequest) -> Outcome:
     )
 
 
-def refuse_many(skipped: int, job: Job) -> None:
-    """Raise if more steps of the run were skipped than may be."""
-    most = job.settings.trainer.max_skipped
+def update(job: Job, state: State, done: int, skip: bool, skipped: int) -> None:
+    """Set the learning rate, clip the gradient and update the weights, or skip that; of the run,
+    `skipped` steps by now."""
+    options, most = job.settings.optimizer, job.settings.trainer.max_skipped
+    for group in state.optimizer.param_groups:
+        group["lr"] = options.rate(done, job.steps)
     if skipped > most:
         raise MicroBatchError(
             f"the loss or gradient of {skipped} steps of the run was not finite, more than "
             f"trainer.max_skipped={most}. Lower optimizer.lr; trainer.on_nonfinite=stop names the "
             f"samples of such a step."
         )
-
-
-def update(job: Job, state: State, done: int, skipped: bool) -> None:
-    """Clip the gradient, set the learning rate and update the weights, unless the step was
-    skipped."""
-    options = job.settings.optimizer
-    for group in state.optimizer.param_groups:
-        group["lr"] = options.rate(done, job.steps)
-    if skipped:
+    if skip:
         return
     if options.clip is not None:
         torch.nn.utils.clip_grad_norm_(state.model.parameters(), options.clip)

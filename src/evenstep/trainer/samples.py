@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from evenstep.core.cost import Cost
-from evenstep.core.plan import MicroBatch
+from evenstep.core.plan import MicroBatch, Plan
 from evenstep.core.plan_file import replace_file
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.recipe import Recipe, World
@@ -20,7 +21,6 @@ from evenstep.data.corpus import statuses
 from evenstep.data.planned import PlannedStream
 from evenstep.data.source import LOSS_MASKS, digest_of
 from evenstep.data.token_file import TokenFile
-from evenstep.errors import EvenstepError, FileError
 from evenstep.tensors.batch import Batch, Extra
 from evenstep.tensors.collate import Collator
 from evenstep.train.framework import Forward
@@ -66,6 +66,17 @@ class Samples:
             options["groups"] = np.arange(len(self.file)) // 2
         return PlannedStream(self.file, recipe, world=world, **options)
 
+    def steps(self, job: Job, recipe: Recipe, world: World) -> PlannedStream:
+        """The steps of the whole run."""
+        seed, shuffle = job.settings.stream.seed, job.settings.stream.shuffle
+        options: Any = {"seed": seed, "shuffle": shuffle, "max_num_steps": job.steps}
+        return self.stream(recipe, world, infinite_loop=True, **options)
+
+    def first_plans(self, job: Job, recipe: Recipe, world: World) -> list[Plan]:
+        """The plans of the first 20 steps, to see how large they are."""
+        steps = islice(self.steps(job, recipe, world), 20)
+        return [step.plan for step in steps if step.plan is not None]
+
     def sources(self) -> IntArray:
         """The number of the source of each held-out sample."""
         return np.array([self.file[i]["source"][0] for i in range(len(self.file))], np.int64)
@@ -73,15 +84,9 @@ class Samples:
 
 def stored_samples(job: Job, ranks: Ranks) -> tuple[Samples, Samples | None]:
     """The samples to train on, and those held out, as tokens. Rank 0 writes them; others wait."""
-    failure: EvenstepError | None = None
-    if ranks.first:
-        try:
+    with ranks.together(job.folder):
+        if ranks.first:
             _store(job)
-        except OSError as error:
-            failure = FileError(f"{job.folder} cannot be written ({error.strerror or error}).")
-        except EvenstepError as error:
-            failure = error
-    ranks.agree(failure)
     kind = job.settings.trainer.job
     options: Any = {"pairs": kind == "dpo", "whole": kind == "pretrain"}
     files = zip(_store(job), ("data", "validation"), strict=True)

@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from evenstep.core.models import ModelSize
 from evenstep.core.recipe import Topology
 
+USABLE = 0.92
+"""The share of a GPU's memory that is planned; CUDA and fragments need the rest."""
 LOGIT_BYTES = 14
 LOGIT_CHUNK, SMALL_LOGITS = 6e8, 2**24
 """Bytes of a chunk of logits, and how many logits are not divided into chunks: those of `Head` and
@@ -72,9 +74,11 @@ def memory_of(
     micro_batches: int,
     checkpointing: bool = False,
     scattered: bool = False,
+    trained: float = 1.0,
 ) -> Memory:
     """The memory of a model with at most `slots` in one of `micro_batches` per rank and step;
-    `scattered` if every micro-batch scatters its gradients.
+    `scattered` if every micro-batch scatters its gradients; `trained` is the share of the weights
+    that are.
 
     >>> from evenstep.core.models import named_config
     >>> size = ModelSize.of(named_config("llama-3.2-1b"))
@@ -89,14 +93,14 @@ def memory_of(
     summed = 4 * min(held, shard + 3 * held / size.layers if scattered else held)
     return Memory(
         weights=4 * shard,
-        optimizer=8 * shard,
-        gradients=4 * shard,
-        summed_gradients=summed if micro_batches > 1 else 0.0,
+        optimizer=8 * shard * trained,
+        gradients=4 * shard * trained,
+        summed_gradients=summed * trained if micro_batches > 1 else 0.0,
         gathered=2 * size.outside / topology.tp,
         activations=per_slot * own * in_flight,
         recomputed=size.kept / size.layers * own if checkpointing else 0.0,
         logits=_logits(size, own, topology.tp),
-        update=4 * shard,
+        update=4 * shard * trained,
     )
 
 
