@@ -79,7 +79,7 @@ if TYPE_CHECKING:
         sample_number,
         sum_by,
     )
-    from evenstep.core.recipe import Balance, Overflow, Scope, SyncEvery
+    from evenstep.core.recipe import Balance, Overflow, Scope, SyncEvery, uses_seed
     from evenstep.core.text import one_of, truth_value, whole_number
     from evenstep.data import dataset as measure
     from evenstep.data import feed as feed_module
@@ -142,7 +142,7 @@ if TYPE_CHECKING:
     from evenstep.planning.exchange import Shape, exchange, search_all
     from evenstep.planning.kernels import kernel as kernel_decorator
     from evenstep.planning.optimal import fill_exactly
-    from evenstep.planning.packers import divide_bins, even_bins
+    from evenstep.planning.packers import PACKERS, divide_bins, even_bins
     from evenstep.planning.padded import (
         Rows,
         block_cost,

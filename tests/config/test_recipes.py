@@ -8,6 +8,7 @@ import pytest
 from evenstep import Cost, Packed, Padded, Recipe, Steps, Topology
 from evenstep.config import load_recipe, overridden, recipe_from
 from evenstep.errors import ConfigError, FileError
+from tests.internals import PACKER_NAMES
 
 
 def test_a_file_decodes_into_the_values_that_python_would_write(tmp_path: Path) -> None:
@@ -144,8 +145,7 @@ def test_a_fault_says_what_was_expected(data: dict[str, object], says: str) -> N
     [
         (
             {"layout": {"max_tokens": 8, "packer": "foo"}},
-            "unknown layout.packer 'foo'; expected one of: concatenative, first_fit_decreasing, "
-            "modified_first_fit_decreasing, first_fit_shuffle, best_fit_decreasing, optimal.",
+            f"unknown layout.packer 'foo'; expected one of: {', '.join(PACKER_NAMES)}.",
         ),
         (
             {"layout": {}},

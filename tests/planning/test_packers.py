@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from evenstep import pack
 from evenstep.errors import ConfigError, InputError
 from tests.examples import examples
-from tests.internals import PACKER_NAMES, pack_bound
+from tests.internals import PACKER_NAMES, PACKERS, pack_bound, uses_seed
 from tests.internals import best_fit_module as best_fit
 
 items = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -115,6 +115,14 @@ def test_every_item_is_packed_once_and_no_bin_overflows(
     assert bins.sums(np.array(lengths)).max() <= capacity
     assert bins.lengths.min() >= 1
     assert len(bins) >= pack_bound(np.array(lengths), capacity)
+
+
+def test_recipes_know_every_packer_and_which_of_them_use_the_seed() -> None:
+    assert tuple(PACKERS) == PACKER_NAMES
+    lengths = list(range(1, 60))
+    for name in PACKER_NAMES:
+        bins = [pack(lengths, 80, name, seed=seed).tolist() for seed in (1, 2)]
+        assert (bins[0] != bins[1]) == uses_seed(name)
 
 
 @given(items, st.integers(40, 100))

@@ -510,7 +510,7 @@ class Recipe(Derived):
                 f"{refined[0]} needs balance='refined', got {self.balance!r}. Leave one of them "
                 f"out."
             )
-        if self.seed and not _uses_seed(layout.packer):
+        if self.seed and not uses_seed(layout.packer):
             raise ConfigError(
                 f"seed={self.seed} has no effect on this plan: only the packer first_fit_shuffle "
                 f"and packers of your own use it. Leave it out; the order of samples has the seed "
@@ -624,7 +624,7 @@ class Recipe(Derived):
             topology[name] = topology[name] and topology[axis] > 1
         data |= {name: part(**data[name]) for name, part in _PARTS.items() if name != "topology"}
         data |= {"layout": LAYOUTS[data["layout"]["kind"]](**data["layout"])}
-        if not _uses_seed(data["layout"].packer):
+        if not uses_seed(data["layout"].packer):
             data["seed"] = 0
         if second is not None:
             cost = None if second["cost"] is None else Cost(**second["cost"])
@@ -643,7 +643,8 @@ def check_recipe(recipe: object) -> None:
     raise ConfigError(f"recipe must be a Recipe, got {kind}. Write Recipe(layout={remedy}).")
 
 
-def _uses_seed(packer: object) -> bool:
+def uses_seed(packer: object) -> bool:
+    """Whether a packer, given by name or as a function, may use random numbers."""
     function = packer is not None and (not isinstance(packer, str) or ":" in packer)
     return function or packer == "first_fit_shuffle"
 

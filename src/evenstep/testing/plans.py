@@ -22,6 +22,7 @@ from evenstep.core.recipe import (
     Steps,
     SyncEvery,
     Topology,
+    uses_seed,
 )
 
 if TYPE_CHECKING:
@@ -127,7 +128,6 @@ def _recipes() -> SearchStrategy[Recipe]:
     equal = st.sampled_from([True, False, False, False])
     layouts, limits, steps, seconds = _layouts(), _limits(), _steps(), _second_works()
     savings = st.sampled_from([None, None, 0.0, 0.1])
-    random = ("first_fit_shuffle", shortest_first)
 
     @st.composite
     def recipe(draw: DrawFn) -> Recipe:
@@ -166,7 +166,7 @@ def _recipes() -> SearchStrategy[Recipe]:
             second_work=second,
             min_saving=draw(savings) if balance == "refined" else None,
             overflow=overflow,
-            seed=draw(st.integers(0, 3)) if packed and layout.packer in random else 0,
+            seed=draw(st.integers(0, 3)) if packed and uses_seed(layout.packer) else 0,
             **draw(rest),
         )
 
