@@ -1,6 +1,7 @@
 """Each check finds the fault it is named for, and only a broken plan fails."""
 
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -564,7 +565,13 @@ def test_a_fault_is_found_by_the_check_that_is_named_for_it(fault: Fault) -> Non
         assert_valid_plan(spoiled)
 
 
-def test_every_check_has_a_fault_that_it_finds() -> None:
+def test_every_check_is_named_and_has_a_fault_that_it_finds() -> None:
+    module = vars(sys.modules[violations.__module__])
+    takes = {"plan": "Plan", "return": "list[str]"}
+    written = {
+        name for name, each in module.items() if getattr(each, "__annotations__", 0) == takes
+    }
+    assert written - {"violations"} == set(CHECKS)
     assert {fault.check for fault in FAULTS.values()} == set(CHECKS)
 
 
