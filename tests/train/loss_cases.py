@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, logsigmoid
 
-from evenstep import Recipe, Topology, make_plan
+from evenstep import Recipe, Topology, find_prefixes, make_plan
 from evenstep.tensors import (
     Batch,
     Collator,
@@ -317,13 +317,16 @@ def run_case(
     layout: Layout,
     dp: int,
     overflow: Overflow = "error",
+    share: bool = False,
 ) -> list[tuple[float, dict[str, float], Tensor]]:
     """(loss, metrics, gradient) of each rank, for a step of all samples."""
     lengths = [len(sample["input_ids"]) for sample in samples]
     together: Scope = "step" if overflow == "split" else "micro_batch"
     recipe = Recipe(layout=layout, topology=Topology(dp=dp), overflow=overflow, groups=together)
     groups = [sample["group"] for sample in samples]
-    plan = make_plan(lengths, recipe, groups=groups)
+    ids = [sample["input_ids"] for sample in samples]
+    prefixes = find_prefixes(ids) if share else None
+    plan = make_plan(lengths, recipe, groups=groups, prefixes=prefixes)
     kept = [{k: v for k, v in s.items() if k in _keys(case)} for s in samples]
 
     def rank(ranks: Collective) -> tuple[float, dict[str, float], Tensor]:

@@ -46,6 +46,27 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(
             assert measured == pytest.approx(metrics, rel=1e-9, nan_ok=True)
 
 
+@pytest.mark.parametrize("name", CASES)
+@examples(6)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+    dp=st.integers(1, 2),
+)
+def test_loss_and_gradient_do_not_depend_on_what_samples_share(
+    name: str, lengths: list[int], seed: int, dp: int
+) -> None:
+    samples = samples_of([each for n in lengths for each in (n, 11 - n)], seed)
+    for sample in samples:  # few tokens, so that most samples share some
+        sample["input_ids"] //= 6
+    loss, gradient = expected_of(CASES[name], samples)
+    whole, shared = (run_case(CASES[name], samples, LAYOUTS[1], dp, share=s) for s in (False, True))
+    for (_, metrics, _), (found, measured, own) in zip(whole, shared, strict=True):
+        assert found == pytest.approx(loss, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(own, gradient, rtol=1e-9, atol=1e-11)
+        assert measured == pytest.approx(metrics, rel=1e-9, abs=1e-12, nan_ok=True)
+
+
 @pytest.mark.parametrize("name", ["value", "forward_kl bucket", "balance of a step"])
 def test_losses_of_tokens_have_a_value_for_split_samples(name: str) -> None:
     samples = samples_of([9, 3, 4, 11])
