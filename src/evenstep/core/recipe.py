@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from evenstep.core.cost import Cost
-from evenstep.core.layout import LAYOUTS, BaseLayout, Layout
+from evenstep.core.layout import LAYOUTS, PACKER_NAMES, BaseLayout, Layout
 from evenstep.core.ragged import FloatArray, IntArray, rounded_up
 from evenstep.core.text import (
     MOST,
@@ -645,8 +645,7 @@ def check_recipe(recipe: object) -> None:
 
 def uses_seed(packer: object) -> bool:
     """Whether a packer, given by name or as a function, may use random numbers."""
-    function = packer is not None and (not isinstance(packer, str) or ":" in packer)
-    return function or packer == "first_fit_shuffle"
+    return packer == "first_fit_shuffle" or packer not in (None, *PACKER_NAMES)
 
 
 _CHOICES: dict[str, Any] = {
