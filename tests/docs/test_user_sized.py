@@ -28,7 +28,7 @@ def test_every_command_runs_on_ten_megabytes_of_chats_with_two_workers(
         if block.file is not None:
             (tmp_path / block.file).write_text(block.text)
         for line in block.text.splitlines() if block.kind == "bash" else ():
-            if shlex.split(line, comments=True)[:1] != ["evenstep"]:
+            if shlex.split(line, comments=True)[:1] not in (["evenstep"], ["python"]):
                 continue
             workers = line.replace("evenstep lengths", "evenstep lengths --workers 2")
             run_command(f"{page.name}:{block.line}", workers, tmp_path)
