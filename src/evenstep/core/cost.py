@@ -275,7 +275,7 @@ class Cost:
         size = ModelSize.of(model.section("text"))
         return replace(
             self,
-            per_moved=4.0 * size.keys / link * flops,  # 2 bytes, forward and backward
+            per_moved=4.0 * size.work.keys / link * flops,  # 2 bytes, forward and backward
             per_exchange=per_layer * size.layers * flops,
         )
 
