@@ -25,7 +25,6 @@ from tests.internals import (
     SyncEvery,
     cut_times,
     lock_steps,
-    makespan_bound,
     makespans,
     pack_bound,
     pack_bounds,
@@ -84,7 +83,7 @@ def test_bounds_hold_for_a_thousand_small_instances() -> None:
         ranks = int(rng.integers(2, 4))
         wanted = least_lock_step(sizes, costs, capacity, ranks)
         assert lock_step_bound(sizes, costs, capacity, ranks) <= wanted * MORE
-        assert makespan_bound(costs, ranks) <= least_makespan(costs, ranks) * MORE
+        assert makespans(costs[None], ranks)[0] <= least_makespan(costs, ranks) * MORE
         order = np.argsort(-costs, kind="stable")
         held = np.minimum(sizes, capacity)[order]
         packs = packs_of_first(held[None] * 1.0, np.array([[capacity * 1.0]]))[0]
@@ -150,7 +149,7 @@ def test_lock_step_bounds_that_can_be_checked_by_hand(
 
 def test_two_of_five_large_items_share_a_rank_with_a_small_one() -> None:
     # No rank of three can hold at most 9: {5, 5}, {5, 4}, {4, 4} are 10, 9, 8, and 3 is left over.
-    assert makespan_bound(np.array([5.0, 5, 5, 4, 4, 3]), 3) >= 9
+    assert makespans(np.array([[5.0, 5, 5, 4, 4, 3]]), 3)[0] >= 9
 
 
 OPTIONS: list[dict[str, Any]] = [
