@@ -189,27 +189,17 @@ class BaseLayout:
         )
 
     def segment_costs(
-        self, recipe: Recipe, aligned: IntArray, behind: IntArray | None = None
-    ) -> FloatArray:
-        """What each segment counts against `limits.cost`: packed segments at their aligned
-        lengths, padded rows at their own width."""
-        if self.segments_per_row is not None:
-            aligned = self.widths(aligned, recipe.width_unit)
-        return recipe.cost.of_lengths(aligned, behind)
-
-    def limited_costs(
         self,
-        cost: Cost,
-        rows: IntArray,
-        widths: IntArray,
-        owner: IntArray,
+        recipe: Recipe,
         aligned: IntArray,
         behind: IntArray | None = None,
+        widths: IntArray | None = None,
     ) -> FloatArray:
-        """What micro-batches count against `limits.cost`: packed segments without the padding of
-        the row, padded rows that hold a segment."""
-        lengths = aligned if self.segments_per_row is None else widths[owner]
-        return sum_by(owner, cost.of_lengths(lengths, behind), len(rows)) + cost.per_micro_batch
+        """What each segment counts against `limits.cost`: packed segments at their aligned
+        lengths, padded rows at their own width, or at `widths`, those of their micro-batches."""
+        if self.segments_per_row is not None:
+            aligned = self.widths(aligned, recipe.width_unit) if widths is None else widths
+        return recipe.cost.of_lengths(aligned, behind)
 
     def moving_costs(
         self, recipe: Recipe, aligned: IntArray, behind: IntArray | None = None
