@@ -369,7 +369,8 @@ def samples_of(micro_batches: Iterable[MicroBatch]) -> IntArray:
 
 _HASHED = 64  # segments and micro-batches that a hash looks at
 _OFFSETS = ("row_offsets", "micro_offsets", "cell_offsets")
-_OPTIONAL = ("groups", "sample_ids", "prefix_order", "prefix_shared")
+_OF_SAMPLES = ("lengths", "step_of", "groups")
+_ARRAYS = (*_OF_SAMPLES, *_OFFSETS, "widths", "sample_ids", "prefix_order", "prefix_shared")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -407,9 +408,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         # Arrays become read-only copies, unless they already are (see `frozen`).
-        for name in ("lengths", "step_of", "widths", *_OFFSETS):
-            object.__setattr__(self, name, frozen(getattr(self, name)))
-        for name in _OPTIONAL:
+        for name in _ARRAYS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, frozen(getattr(self, name)))
         columns = {name: frozen(column) for name, column in self.columns.items()}
@@ -750,20 +749,12 @@ class Plan:
             ) from None
 
     def _arrays(self) -> dict[str, IntArray]:
-        """All arrays of the plan, by name."""
-        arrays = {
-            "lengths": self.lengths,
-            "step_of": self.step_of,
-            "sample": self.segments.sample,
-            "start": self.segments.start,
-            "length": self.segments.length,
-            "widths": self.widths,
-            **{name: getattr(self, name) for name in _OFFSETS},
-            **{f"column:{name}": column for name, column in self.columns.items()},
-        }
-        optional = {name: getattr(self, name) for name in _OPTIONAL}
-        optional["parent"] = self.segments.parent
-        return arrays | {name: array for name, array in optional.items() if array is not None}
+        """All arrays of the plan, by name, without those that are None."""
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        for name in ("sample", "start", "length", "parent"):
+            arrays[name] = getattr(self.segments, name)
+        arrays |= {f"column:{name}": column for name, column in self.columns.items()}
+        return {name: array for name, array in arrays.items() if array is not None}
 
     def _encode(self) -> bytes:
         return plan_file.encode(self.recipe.to_dict(), self._arrays())
@@ -963,6 +954,6 @@ def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:
     # Columns of samples are put in the order of the ids.
     by_id = np.argsort(ids)
     for name in joined:
-        if name in ("lengths", "step_of", "groups") or name.startswith("column:"):
+        if name in _OF_SAMPLES or name.startswith("column:"):
             joined[name] = joined[name][by_id]
     return Plan._of_arrays(plans[0].recipe, joined)
