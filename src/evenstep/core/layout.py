@@ -6,7 +6,8 @@ Packed    segments end to end        [a a a b b c .]
 
 Planning, floors, checks, stats and pools ask a layout. Where the two differ, `BaseLayout` answers
 for both, by `segments_per_row`. Outside of this file, which of the two it is matters only where
-planning chooses between sorted cuts and packing, and in the bounds on padded rows.
+planning chooses between sorted cuts and packing, and in the bounds on padded rows. `place` says
+where segments lie in rows of either.
 """
 
 from __future__ import annotations
@@ -489,3 +490,45 @@ def _path_of(packer: Any) -> str:
     """`module:function`."""
     module = getattr(packer, "__module__", None) or "<unknown>"
     return f"{module}:{getattr(packer, '__qualname__', f'<{type(packer).__name__}>')}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Tiles that cover all rows * width slots: one per segment with its alignment, and one for the
+    padding at the end of each row.
+
+    Tile i starts at `offsets[i]`, its first `real[i]` slots hold tokens (0 for padding), and it
+    is segment `segment[i]` (-1 for padding).
+    """
+
+    offsets: IntArray
+    real: IntArray
+    segment: IntArray
+
+    @property
+    def slots(self) -> IntArray:
+        """The slots of each tile, padding included."""
+        return np.diff(self.offsets)
+
+
+def place(lengths: IntArray, row_offsets: IntArray, width: int, alignment: int) -> Placement:
+    """Put segments end to end into their rows, each rounded up to the alignment.
+
+    lengths [3, 2] in one row of 8 -> offsets [0, 3, 5, 8], real [3, 2, 0], segment [0, 1, -1]
+    """
+    slots = lengths if alignment == 1 else rounded_up(lengths, alignment)
+    number = np.arange(len(lengths))
+    # One row is the common case: at most one tile of padding, at its end.
+    if len(row_offsets) == 2:
+        tail = width - int(slots.sum())
+        if tail:
+            slots = np.concatenate((slots, (tail,)))
+            lengths, number = np.concatenate((lengths, (0,))), np.concatenate((number, (-1,)))
+    else:
+        # Several rows: a tile of padding after the last segment of each row that is not full.
+        used = np.diff(offsets_of(slots)[row_offsets])
+        short = used < width
+        at = row_offsets[1:][short]
+        slots = np.insert(slots, at, (width - used)[short])
+        lengths, number = np.insert(lengths, at, 0), np.insert(number, at, -1)
+    return Placement(offsets_of(slots), lengths, number)

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenstep.core import measures, plan_file
 from evenstep.core.checks import offsets_nest
-from evenstep.core.layout import Packed
+from evenstep.core.layout import Packed, Placement, place
 from evenstep.core.measures import step_means, step_times
 from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import (
@@ -29,56 +29,15 @@ from evenstep.core.ragged import (
     by_first_appearance,
     frozen,
     offsets_of,
+    own_segments,
     ranges_of,
     rounded_up,
     sample_name,
     sum_by,
 )
-from evenstep.core.recipe import Recipe, Steps, Topology
+from evenstep.core.recipe import Recipe, Topology, recipe_on_fewer_ranks
 from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import FileError, InputError, PlanError
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Placement:
-    """Tiles that cover all rows * width slots: one per segment with its alignment, and one for the
-    padding at the end of each row.
-
-    Tile i starts at `offsets[i]`, its first `real[i]` slots hold tokens (0 for padding), and it
-    is segment `segment[i]` (-1 for padding).
-    """
-
-    offsets: IntArray
-    real: IntArray
-    segment: IntArray
-
-    @property
-    def slots(self) -> IntArray:
-        """The slots of each tile, padding included."""
-        return np.diff(self.offsets)
-
-
-def place(lengths: IntArray, row_offsets: IntArray, width: int, alignment: int) -> Placement:
-    """Put segments end to end into their rows, each rounded up to the alignment.
-
-    lengths [3, 2] in one row of 8 -> offsets [0, 3, 5, 8], real [3, 2, 0], segment [0, 1, -1]
-    """
-    slots = lengths if alignment == 1 else rounded_up(lengths, alignment)
-    number = np.arange(len(lengths))
-    # One row is the common case: at most one tile of padding, at its end.
-    if len(row_offsets) == 2:
-        tail = width - int(slots.sum())
-        if tail:
-            slots = np.concatenate((slots, (tail,)))
-            lengths, number = np.concatenate((lengths, (0,))), np.concatenate((number, (-1,)))
-    else:
-        # Several rows: a tile of padding after the last segment of each row that is not full.
-        used = np.diff(offsets_of(slots)[row_offsets])
-        short = used < width
-        at = row_offsets[1:][short]
-        slots = np.insert(slots, at, (width - used)[short])
-        lengths, number = np.insert(lengths, at, 0), np.insert(number, at, -1)
-    return Placement(offsets_of(slots), lengths, number)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -351,14 +310,6 @@ class MicroBatch:
             groups=None if self.groups is None else self.groups[user],
             exchange=None if self.exchange is None else self.exchange.take(chosen),
         )
-
-
-def own_segments(above: IntArray | None, count: int) -> BoolArray:
-    """Which of `count` segments are no parent of another; `above` are the parents."""
-    own = np.ones(count, bool)
-    if above is not None:
-        own[above[above >= 0]] = False
-    return own
 
 
 def samples_of(micro_batches: Iterable[MicroBatch]) -> IntArray:
@@ -902,17 +853,6 @@ def refuse_shared(plan: Plan, ranks: int) -> None:
             f"the plan shares samples between its {plan.num_ranks} ranks, so it cannot run on "
             f"{ranks}. Run it on {plan.num_ranks} ranks, or plan for {ranks}."
         )
-
-
-def recipe_on_fewer_ranks(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe of `on_fewer_ranks`: a rank has more micro-batches, and sizes may differ."""
-    if ranks == recipe.topology.dp:
-        return recipe
-    steps, times = recipe.steps, recipe.topology.dp // ranks
-    if steps.micro_batches is not None:
-        steps = Steps(micro_batches=times * steps.micro_batches)
-    topology = replace(recipe.topology, dp=ranks)
-    return replace(recipe, topology=topology, steps=steps, equal_sizes=False, sharing=None)
 
 
 def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:

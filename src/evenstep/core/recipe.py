@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -626,6 +626,18 @@ class Recipe(Derived):
         given = [*_PARTS, *(name for name in _OPTIONAL_PARTS if data.get(name) is not None)]
         parts = {name: (_PARTS | _OPTIONAL_PARTS)[name](**data[name]) for name in given}
         return cls(**{**data, **parts})
+
+
+def recipe_on_fewer_ranks(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe of a plan of one step whose micro-batches run on `ranks` ranks, which divide its
+    own: a rank has more micro-batches, and sizes may differ."""
+    if ranks == recipe.topology.dp:
+        return recipe
+    steps, times = recipe.steps, recipe.topology.dp // ranks
+    if steps.micro_batches is not None:
+        steps = Steps(micro_batches=times * steps.micro_batches)
+    topology = replace(recipe.topology, dp=ranks)
+    return replace(recipe, topology=topology, steps=steps, equal_sizes=False, sharing=None)
 
 
 def check_recipe(recipe: object) -> None:
