@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from evenstep.core.plan_file import reading
 from evenstep.core.ragged import divided_up, rounded_up
 from evenstep.core.text import MOST, short_repr, shorten, truth_value, whole_number
 from evenstep.errors import ConfigError, FileError
@@ -117,12 +118,8 @@ def read_model_config(config: object) -> ModelConfig:
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise FileError(
-            f"{path} cannot be read ({error.strerror or error}). Give the path of a model's "
-            f"config.json or of its folder."
-        ) from None
+        with reading(path, "Give the path of a model's config.json or of its folder."):
+            data = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError):
         raise FileError(f"{path} is not JSON. Give the path of a model's config.json.") from None
     if not isinstance(data, dict):
