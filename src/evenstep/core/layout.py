@@ -470,10 +470,8 @@ LAYOUTS: dict[str, type[Padded] | type[Packed]] = {"padded": Padded, "packed": P
 def _check_packer(packer: Any) -> None:
     """Raise unless `packer` is a known name or a function that a file can name."""
     if isinstance(packer, str):
-        if packer not in PACKER_NAMES and ":" not in packer:
-            raise ConfigError(
-                f"unknown layout.packer {packer!r}; expected one of: {', '.join(PACKER_NAMES)}."
-            )
+        if ":" not in packer:  # else a function's name, read from a file
+            one_of("layout.packer", packer, PackerName)
     elif not callable(packer):
         raise ConfigError(
             f"layout.packer must be a name or a function (lengths, capacity, seed) -> Ragged, got "

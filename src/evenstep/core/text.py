@@ -141,10 +141,11 @@ def real_field(owner: object, path: str) -> float:
 
 
 def one_of(path: str, value: object, words: Any) -> None:
-    """Raise if `value` is not one of the words of a `Literal`."""
-    if value not in get_args(words):
+    """Raise if `value` is not one of these words, or of those of a `Literal`."""
+    words = get_args(words) or tuple(words)  # a tuple compares values that have no hash
+    if value not in words:
         raise ConfigError(
-            f"unknown {path} {short_repr(value)}; expected one of: {', '.join(get_args(words))}."
+            f"unknown {path} {short_repr(value)}; expected one of: {', '.join(words)}."
         )
 
 
