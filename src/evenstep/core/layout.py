@@ -76,8 +76,9 @@ class BaseLayout:
     segments_per_row: ClassVar[int | None]
     """The most segments in a row; None if unbounded."""
 
-    def check_bounds(self, kind: str) -> None:
-        """Raise if a bound is not an integer or bounds contradict each other."""
+    def check_bounds(self, kind: str, *needed: str) -> None:
+        """Raise if a bound is not an integer, bounds contradict each other, or none of those that
+        are needed is given."""
         whole_field(self, "layout.round_to")
         for name in ("max_tokens", "samples", "pad_to"):
             if getattr(self, name) is not None:
@@ -93,6 +94,11 @@ class BaseLayout:
                 f"layout.max_tokens is {self.max_tokens}, but every {kind} micro-batch has at "
                 f"least {least} slots. Raise max_tokens, or lower pad_to, rows or samples."
             )
+        if all(getattr(self, name) is None for name in needed):
+            *names, last = (f"layout.{name}" for name in needed)
+            raise ConfigError(
+                f"layout.max_tokens is missing: a {kind} layout needs {', '.join(names)} or {last}."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -103,6 +109,8 @@ class BaseLayout:
     @cached_property
     def _fixed_rows(self) -> int | None:
         """The rows of every micro-batch, empty ones too; None if they depend on its segments."""
+        if self.segments_per_row is None:
+            return self.packs_per_micro_batch
         return None if self.pad_to is None else self.samples
 
     @cached_property
@@ -303,12 +311,7 @@ class Padded(BaseLayout):
 
     def __post_init__(self) -> None:
         one_of("layout.kind", self.kind, Literal["padded"])
-        self.check_bounds("padded")
-        if self.max_tokens is None and self.samples is None:
-            raise ConfigError(
-                "layout.max_tokens is missing: a padded layout needs layout.max_tokens or "
-                "layout.samples."
-            )
+        self.check_bounds("padded", "max_tokens", "samples")
         if self.cut is not None:
             one_of("layout.cut", self.cut, Cut)
 
@@ -389,12 +392,7 @@ class Packed(BaseLayout):
         if self.packer is not None:
             _check_packer(self.packer)
         whole_field(self, "layout.rows")
-        self.check_bounds("packed")
-        if self.max_tokens is None and self.samples is None and self.pad_to is None:
-            raise ConfigError(
-                "layout.max_tokens is missing: a packed layout needs layout.max_tokens, "
-                "layout.samples or layout.pad_to."
-            )
+        self.check_bounds("packed", "max_tokens", "samples", "pad_to")
         if self.rows > 1 and self.pad_to is None:
             raise ConfigError(f"layout.rows={self.rows} needs a fixed width. Set layout.pad_to.")
         if self.samples is not None and self.samples % self.rows:
@@ -446,11 +444,6 @@ class Packed(BaseLayout):
         if self.rows > 1:  # as many rows fit; `samples` is never less
             return Padded(max_tokens=self.budget, round_to=self.round_to, pad_to=self.pad_to)
         return Padded(max_tokens=self.budget, samples=self.samples, round_to=self.round_to)
-
-    @cached_property
-    def _fixed_rows(self) -> int:
-        """The same number for all micro-batches."""
-        return self.rows
 
     @cached_property
     def packs_per_micro_batch(self) -> int:
