@@ -81,8 +81,7 @@ class BaseLayout:
         are needed is given."""
         whole_field(self, "layout.round_to")
         for name in ("max_tokens", "samples", "pad_to"):
-            if getattr(self, name) is not None:
-                whole_field(self, f"layout.{name}")
+            whole_field(self, f"layout.{name}", optional=True)
         if self.pad_to is not None and self.pad_to % self.round_to:
             raise ConfigError(
                 f"layout.pad_to must be a multiple of layout.round_to {self.round_to}, "

@@ -176,8 +176,7 @@ class Sharing:
 
     def __post_init__(self) -> None:
         for name in ("most_ranks", "max_received"):
-            if getattr(self, name) is not None:
-                whole_field(self, f"sharing.{name}")
+            whole_field(self, f"sharing.{name}", optional=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +325,7 @@ class Limits:
     gathered: int | None = None
 
     def __post_init__(self) -> None:
-        if self.gathered is not None:
-            whole_field(self, "limits.gathered")
+        whole_field(self, "limits.gathered", optional=True)
         if not isinstance(self.columns, Mapping):
             raise ConfigError(
                 f"limits.columns must map the name of each column to the most that a micro-batch "

@@ -85,14 +85,17 @@ def whole_number(path: str, value: object, *, least: int = 1, most: int = MOST) 
     return number
 
 
-def whole_field(owner: object, path: str, *, least: int = 1, most: int = MOST) -> None:
-    """Convert a field of a frozen dataclass to a plain int, or raise.
+def whole_field(
+    owner: object, path: str, *, least: int = 1, most: int = MOST, optional: bool = False
+) -> None:
+    """Convert a field of a frozen dataclass to a plain int, or raise; None if it is `optional`.
 
     The path "pool.samples" is the field `samples`, as messages call it.
     """
     name = path.rpartition(".")[2]
-    value = whole_number(path, getattr(owner, name), least=least, most=most)
-    object.__setattr__(owner, name, value)
+    value = getattr(owner, name)
+    if value is not None or not optional:
+        object.__setattr__(owner, name, whole_number(path, value, least=least, most=most))
 
 
 def seed_number(value: object) -> int:
