@@ -26,6 +26,7 @@ from tests.internals import (
     cut_times,
     lock_steps,
     makespans,
+    measures_module,
     pack_bound,
     pack_bounds,
     packs_of_first,
@@ -226,7 +227,9 @@ def test_no_padded_plan_of_a_thousand_small_steps_is_below_the_floor() -> None:
     assert reached > 600
 
 
-def test_padded_steps_measured_together_have_the_floor_of_each() -> None:
+def test_padded_steps_measured_together_have_the_floor_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = np.random.default_rng(1)
     recipe = Recipe(
         layout=Padded(max_tokens=64),
@@ -237,7 +240,8 @@ def test_padded_steps_measured_together_have_the_floor_of_each() -> None:
     floors = Floors(make_plan(rng.integers(1, 30, 40), recipe))
     together = floors.of_steps()
     assert [floor.binds for floor in together] == ["cuts"] * 4
-    assert together == [floors.of_step(step) for step in range(4)]
+    monkeypatch.setattr(measures_module, "_TOGETHER", 1)  # segments: one step at a time
+    assert together == floors.of_steps()
 
 
 @pytest.mark.parametrize(
