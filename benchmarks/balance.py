@@ -15,7 +15,7 @@ from benchmarks.peers import installed
 from benchmarks.tables import Section, Table, Target, verdict
 from benchmarks.timing import best, interleave
 from evenstep import Cost, partition
-from evenstep.core.bounds import makespan_bound
+from evenstep.core.bounds import makespans
 from evenstep.core.ragged import FloatArray, IntArray
 
 COSTS = {
@@ -168,7 +168,7 @@ def _speed(bench: Bench, section: Section) -> Table:
             }
             timed = interleave(calls, repeats=bench.pick(6, 2), patience=bench.pick(1.0, 0.2))
             slowest = max(slowest, timed["refined"].ms)
-            bound = makespan_bound(costs, k) / (costs.sum() / k)
+            bound = float(makespans(costs[None], k)[0]) / (costs.sum() / k)
             for name, run in timed.items():
                 word = f"< {limit:g}: {verdict(run.ms < limit)}" if name == "refined" else ""
                 largest = _largest(costs, run.result, k)
@@ -222,7 +222,7 @@ def _outcome(costs: FloatArray, k: int, whole: bool) -> _Outcome:
         refined=_largest(costs, run.result, k),
         lpt=_largest(costs, partition(costs, k, "lpt"), k),
         differencing=_largest(costs, partition(costs, k, "karmarkar_karp"), k),
-        bound=makespan_bound(costs, k) / mean,
+        bound=float(makespans(costs[None], k)[0]) / mean,
         floor=_floor(costs, k, whole) / mean,
         ms=run.ms,
     )

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.bench import Bench
 from benchmarks.tables import Section, Table, Target, verdict
 from evenstep import Limits, Packed, Plan, Recipe, Topology, make_plan
-from evenstep.core.bounds import bins_bound, lock_steps, makespan_bound
+from evenstep.core.bounds import bins_bound, lock_steps, makespans
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.recipe import SecondWork, SyncEvery
 
@@ -250,7 +250,7 @@ def _floor(mix: Mix, sync: SyncEvery) -> float:
     """A lower bound on the waiting of the patches."""
     patches = mix.patches[mix.patches > 0]
     cost = patches.astype(np.float64)
-    bound = makespan_bound(cost, RANKS)
+    bound = float(makespans(cost[None], RANKS)[0])
     if sync == "micro_batch":
         bound = max(bound, float(lock_steps(patches[None], cost[None], mix.limit, RANKS)[0]))
     return bound * RANKS / float(cost.sum())

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from evenstep import Cost, Plan
-from evenstep.core.bounds import lock_steps, makespan_bound, pack_bound
+from evenstep.core.bounds import lock_steps, makespans, pack_bound
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.recipe import SyncEvery
 
@@ -71,7 +71,7 @@ class Problem:
     def slowest_rank(self) -> float:
         """A lower bound on the time of ranks that synchronise once per step."""
         fixed = self.fewest * self.cost.per_micro_batch
-        return makespan_bound(self.costs, self.ranks) + fixed
+        return float(makespans(self.costs[None], self.ranks)[0]) + fixed
 
     @property
     def lock_step_floor(self) -> float:

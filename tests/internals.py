@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         bins_bound,
         cut_times,
         lock_steps,
-        makespan_bound,
         makespans,
         pack_bound,
         pack_bounds,

@@ -25,8 +25,8 @@ from tests.internals import (
     SyncEvery,
     cut_times,
     lock_steps,
-    makespan_bound,
     makespans,
+    measures_module,
     pack_bound,
     pack_bounds,
     packs_of_first,
@@ -84,7 +84,7 @@ def test_bounds_hold_for_a_thousand_small_instances() -> None:
         ranks = int(rng.integers(2, 4))
         wanted = least_lock_step(sizes, costs, capacity, ranks)
         assert lock_step_bound(sizes, costs, capacity, ranks) <= wanted * MORE
-        assert makespan_bound(costs, ranks) <= least_makespan(costs, ranks) * MORE
+        assert makespans(costs[None], ranks)[0] <= least_makespan(costs, ranks) * MORE
         order = np.argsort(-costs, kind="stable")
         held = np.minimum(sizes, capacity)[order]
         packs = packs_of_first(held[None] * 1.0, np.array([[capacity * 1.0]]))[0]
@@ -150,7 +150,7 @@ def test_lock_step_bounds_that_can_be_checked_by_hand(
 
 def test_two_of_five_large_items_share_a_rank_with_a_small_one() -> None:
     # No rank of three can hold at most 9: {5, 5}, {5, 4}, {4, 4} are 10, 9, 8, and 3 is left over.
-    assert makespan_bound(np.array([5.0, 5, 5, 4, 4, 3]), 3) >= 9
+    assert makespans(np.array([[5.0, 5, 5, 4, 4, 3]]), 3)[0] >= 9
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -227,7 +227,9 @@ def test_no_padded_plan_of_a_thousand_small_steps_is_below_the_floor() -> None:
     assert reached > 600
 
 
-def test_padded_steps_measured_together_have_the_floor_of_each() -> None:
+def test_padded_steps_measured_together_have_the_floor_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = np.random.default_rng(1)
     recipe = Recipe(
         layout=Padded(max_tokens=64),
@@ -238,7 +240,8 @@ def test_padded_steps_measured_together_have_the_floor_of_each() -> None:
     floors = Floors(make_plan(rng.integers(1, 30, 40), recipe))
     together = floors.of_steps()
     assert [floor.binds for floor in together] == ["cuts"] * 4
-    assert together == [floors.of_step(step) for step in range(4)]
+    monkeypatch.setattr(measures_module, "_TOGETHER", 1)  # segments: one step at a time
+    assert together == floors.of_steps()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.internals import Floor, Floors, step_times
 def floor(lengths: list[int], recipe: Recipe, **about: Any) -> Floor:
     """The floor of the one step."""
     plan = make_plan(lengths, recipe, **about)
-    return Floors(plan).of_step(0)
+    return Floors(plan).of_steps()[0]
 
 
 def test_a_greedy_cut_on_one_rank_is_not_proved_the_best() -> None:
@@ -183,4 +183,4 @@ def test_a_second_work_without_a_cost_is_as_large_as_the_first_in_every_step() -
     )
     plan = make_plan([6, 2, 3, 1], recipe, columns={"patches": [4, 4, 1, 0]})
     assert step_times(plan).tolist() == [8 + 8, 4 + 4]  # patches count 1 each, then 4
-    assert [Floors(plan).of_step(step).time for step in range(2)] == [16, 8]
+    assert [floor.time for floor in Floors(plan).of_steps()] == [16, 8]

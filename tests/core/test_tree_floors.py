@@ -75,7 +75,7 @@ def test_the_floor_holds_for_all_packs_of_a_few_samples(ranks: int) -> None:
             )
             lengths = [len(tokens) for tokens in samples]
             plan = make_plan(lengths, recipe, prefixes=find_prefixes(samples))
-            assert Floors(plan).of_step(0).time <= time * MORE
+            assert Floors(plan).of_steps()[0].time <= time * MORE
 
 
 def test_units_behind_prefixes_cost_what_they_add() -> None:

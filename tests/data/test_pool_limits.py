@@ -74,10 +74,9 @@ def test_every_micro_batch_holds_all_limits(
                 assert sum(data[i][name] for i in ids) <= n
             if cost is not None:
                 aligned = rounded_up(micro.segments.length, recipe.topology.alignment)
-                owner = np.zeros(len(ids), np.int64)
-                rows, width = np.array([micro.rows]), np.array([micro.width])
-                costs = layout.limited_costs(recipe.cost, rows, width, owner, aligned)
-                assert costs[0] <= cost * (1 + 1e-9)
+                widths = np.full(len(ids), micro.width)
+                costs = layout.segment_costs(recipe, aligned, widths=widths)
+                assert costs.sum() + recipe.cost.per_micro_batch <= cost * (1 + 1e-9)
     assert seen == Counter(range(len(data)))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from evenstep import partition
 from tests.examples import examples
-from tests.internals import FloatArray, heaviest_bound, makespan_bound, sum_by, swap_kernel
+from tests.internals import FloatArray, heaviest_bound, makespans, sum_by, swap_kernel
 
 costs_lists = st.lists(st.integers(0, 60) | st.floats(0, 60), min_size=1, max_size=30)
 
@@ -60,7 +60,7 @@ def test_modelled_costs_reach_the_makespan_bound(sigma: float, per_token: float)
     over = []
     for count, parts in ((64, 8), (256, 16), (512, 64), (1024, 256), (2048, 128), (8192, 64)):
         costs = modelled(count, sigma, per_token, count)
-        over.append(heaviest(costs, parts, "refined") / makespan_bound(costs, parts) - 1)
+        over.append(heaviest(costs, parts, "refined") / makespans(costs[None], parts)[0] - 1)
     assert np.mean(over) <= 1e-3
     assert max(over) <= 5e-3
 

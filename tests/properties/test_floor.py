@@ -22,8 +22,7 @@ MORE = 1 + 1e-9
 
 def floors(plan: Plan) -> list[Floor]:
     """The floor of each step."""
-    known = Floors(plan)
-    return [known.of_step(s) for s in range(plan.num_steps)]
+    return Floors(plan).of_steps()
 
 
 def times(plan: Plan) -> list[float]:

@@ -104,7 +104,7 @@ def test_sizes_count_the_parameters_of_hybrid_models(kind: str) -> None:
     size = ModelSize.of(ModelConfig({**HYBRID[kind], **config.to_dict()}, "a config"))
     assert size.parameters == pytest.approx(count, rel=0.06)
     attending = {"qwen3_5_text": 1, "falcon_h1": 3, "nemotron_h": 1, "mamba2": 0}[kind]
-    assert size.keys == 2 * 16 * attending
+    assert size.work.keys == 2 * 16 * attending
 
 
 def test_a_layer_that_carries_state_keeps_what_autograd_keeps() -> None:
@@ -141,7 +141,7 @@ def test_a_layer_that_carries_state_keeps_what_autograd_keeps() -> None:
     assert 4 * convolved + 30 * inner == pytest.approx(measured, rel=0.1)
     fields = {**config.to_dict(), "layer_types": ["linear_attention"] * 3}
     size = ModelSize.of(ModelConfig(fields, "a config"))
-    assert size.kept == 3 * (16 * 32 + 8 * 48 + 4 * convolved + 30 * inner)
+    assert size.work.kept == 3 * (16 * 32 + 8 * 48 + 4 * convolved + 30 * inner)
 
 
 def test_a_missing_model_is_one_sentence_with_the_names() -> None:
@@ -185,7 +185,7 @@ def test_a_tiny_micro_batch_peaks_in_the_update() -> None:
 def test_checkpointing_keeps_the_inputs_of_layers() -> None:
     found = memory_of(SIZE, Topology(), slots=100, micro_batches=1, checkpointing=True)
     assert found.activations == 2 * 2048 * 16 * 100
-    assert found.recomputed == SIZE.kept / 16 * 100
+    assert found.recomputed == SIZE.work.kept / 16 * 100
 
 
 @given(
@@ -219,9 +219,9 @@ def test_bytes_of_a_token_follow_the_table_of_model_size() -> None:
     # 48 layers: hidden 2048, queries 4096, keys 512 (both normed), 8 experts of width 768.
     size = ModelSize.of(named_config("qwen3-30b-a3b"))
     hidden, heads, width, experts = 2048, 4096 + 512, 8 * 768, 8
-    assert size.kept == 48 * (16 * hidden + (4 + 6) * heads + 8 * width + 6 * hidden * experts)
+    assert size.work.kept == 48 * (16 * hidden + (4 + 6) * heads + 8 * width + 6 * hidden * experts)
     moved = 250 * hidden + (70 + 108) * heads + 30 * width + 18 * hidden * experts
-    assert size.moved == 48 * moved
+    assert size.work.moved == 48 * moved
 
 
 @given(st.sampled_from(sorted(PRESETS)), st.sampled_from(sorted(GPUS)), st.integers(1, 3))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from evenstep.core.plan_file import reading
 from evenstep.errors import FileError
 
 STANDARD = Path("-")
@@ -39,15 +40,11 @@ class Input:
     @classmethod
     def at(cls, path: Path) -> Input:
         """The input at `path`; a pipe is read at once."""
-        try:
+        with reading(path):
             if path == STANDARD:
                 return cls(Path(called(path)), standard_input())
             regular = stat.S_ISREG(path.stat().st_mode)
             return cls(path, None if regular else path.read_bytes())
-        except OSError as error:
-            raise FileError(
-                f"{path} cannot be read ({error.strerror or error}). Check the path."
-            ) from None
 
     @property
     def suffix(self) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from evenstep.cli import columns as tables
 from evenstep.cli.input import Input
 from evenstep.core.plan import Plan
-from evenstep.core.plan_file import MAGIC
+from evenstep.core.plan_file import MAGIC, reading
 from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import IntArray
 from evenstep.data.files import list_lengths
@@ -60,14 +60,9 @@ def load_plan(source: Input) -> Plan:
 
 def saved_plan(source: Input) -> Plan | None:
     """The plan in this input, or None if it is not a plan."""
-    try:
-        with source.open() as file:
-            start = file.read(len(MAGIC))
-            return Plan.from_bytes(start + file.read(), source.path) if start == MAGIC else None
-    except OSError as error:
-        raise FileError(
-            f"{source.path} cannot be read ({error.strerror or error}). Check the path."
-        ) from None
+    with reading(source.path), source.open() as file:
+        start = file.read(len(MAGIC))
+        return Plan.from_bytes(start + file.read(), source.path) if start == MAGIC else None
 
 
 def samples_of(plan: Plan) -> Samples:
@@ -91,20 +86,16 @@ def read_samples(
     path = source.path
     suffix = source.suffix
     try:
-        if suffix in _TABLES:
-            samples = _from_table(source, column or "length", groups, extra, prompts)
-        else:
-            _refuse_columns(path, column, groups, extra)
-            samples = Samples(_read_npy(source) if suffix == ".npy" else _read_text(source))
+        with reading(path, "Check the file and its permissions."):
+            if suffix in _TABLES:
+                samples = _from_table(source, column or "length", groups, extra, prompts)
+            else:
+                _refuse_columns(path, column, groups, extra)
+                samples = Samples(_read_npy(source) if suffix == ".npy" else _read_text(source))
     except UnicodeDecodeError:
         raise InputError(
             f"{path} is neither text nor a saved plan. "
             f"Use .npy, .csv, .jsonl, .parquet or text with one length per line."
-        ) from None
-    except OSError as error:
-        raise FileError(
-            f"{path} cannot be read ({error.strerror or error}). "
-            f"Check the file and its permissions."
         ) from None
     if len(samples.lengths) == 0:
         raise InputError(f"{path} holds no lengths, expected at least one.")

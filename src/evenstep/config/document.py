@@ -10,7 +10,8 @@ from typing import Any
 
 from evenstep.config.toml import parse_toml
 from evenstep.config.yaml import LineOf, parse_with_lines
-from evenstep.errors import ConfigError, FileError
+from evenstep.core.plan_file import reading
+from evenstep.errors import ConfigError
 
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 
@@ -36,12 +37,8 @@ class Document:
 def read_document(path: Path, merges: bool = False) -> Document:
     """Read a file: TOML if its suffix is .toml, else YAML. An empty file is an empty mapping."""
     try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise FileError(
-            f"{path} cannot be read ({error.strerror or error}). Check the path of the "
-            f"configuration."
-        ) from None
+        with reading(path, "Check the path of the configuration."):
+            text = path.read_text("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not text. Give a YAML or TOML file.") from None
     if path.suffix.lower() == ".toml":

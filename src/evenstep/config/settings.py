@@ -45,8 +45,7 @@ class StreamSettings:
         object.__setattr__(self, "seed", seed_number(self.seed))
         for name in ("shuffle", "infinite_loop", "share_prefixes"):
             truth_field(self, f"stream.{name}")
-        if self.max_num_steps is not None:
-            whole_field(self, "stream.max_num_steps", least=0)
+        whole_field(self, "stream.max_num_steps", least=0, optional=True)
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the stream."""
@@ -110,8 +109,7 @@ class TrainerSettings:
         for name in ("save_every", "keep"):
             whole_field(self, f"trainer.{name}")
         whole_field(self, "trainer.max_skipped", least=0)
-        if self.evaluate_every is not None:
-            whole_field(self, "trainer.evaluate_every")
+        whole_field(self, "trainer.evaluate_every", optional=True)
         if not real_field(self, "trainer.beta") > 0:
             raise ConfigError("trainer.beta must be above 0.")
         log = (self.log,) if isinstance(self.log, str) else tuple(self.log)

@@ -66,8 +66,7 @@ class ModelSettings:
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "kv_heads", "ffn"):
             whole_field(self, f"model.{name}")
-        if self.vocab is not None:
-            whole_field(self, "model.vocab")
+        whole_field(self, "model.vocab", optional=True)
         if self.path is None and self.lora is not None:
             raise ConfigError(
                 "model.lora needs a Hugging Face model. Set model.path, or remove model.lora."

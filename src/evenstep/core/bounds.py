@@ -231,15 +231,6 @@ def makespans(costs: FloatArray, ranks: int) -> FloatArray:
     return bound
 
 
-def makespan_bound(costs: NDArray[np.floating], ranks: int) -> float:
-    """`makespans` of one step.
-
-    >>> makespan_bound(np.array([3.0, 3.0, 2.0]), 2), makespan_bound(np.array([9.0, 1.0]), 2)
-    (5.0, 9.0)
-    """
-    return float(makespans(np.asarray(costs, np.float64)[None, :], ranks)[0])
-
-
 def lock_steps(
     sizes: IntArray, costs: FloatArray, capacity: int, ranks: int, packs: IntArray | None = None
 ) -> FloatArray:

@@ -319,10 +319,13 @@ def limits_hold(plan: Plan) -> list[str]:
     alone = (count == 1) if recipe.overflow == "alone" else np.zeros(len(count), bool)
     if limits.cost is not None:
         owner, aligned = plan.micro_batch_of_segment, plan.aligned_lengths
-        behind = plan.segments.behind
-        costs = layout.limited_costs(recipe.cost, plan.rows, plan.widths, owner, aligned, behind)
-        alone_costs = sum_by(owner, layout.segment_costs(recipe, aligned), len(count))
-        exempt = alone & (alone_costs + recipe.cost.per_micro_batch > limits.cost)
+        together = layout.segment_costs(recipe, aligned, plan.segments.behind, plan.widths[owner])
+        by_itself = layout.segment_costs(recipe, aligned)
+        costs, alone_costs = (
+            sum_by(owner, each, len(count)) + recipe.cost.per_micro_batch
+            for each in (together, by_itself)
+        )
+        exempt = alone & (alone_costs > limits.cost)
         measured.append(("cost", np.where(exempt, 0.0, costs), limits.cost * (1 + 1e-9)))
     for name, limit in limits.columns.items():
         if name not in plan.columns:

@@ -160,10 +160,7 @@ class Cost:
         >>> round(cost.per_token / 6e9, 2)  # billions of weights that a token passes through
         3.04
         """
-        if name not in list(PRESETS):  # a list compares names that have no hash
-            raise ConfigError(
-                f"unknown model {short_repr(name)}; expected one of: {', '.join(PRESETS)}."
-            )
+        one_of("model", name, PRESETS)
         return cls.of_config(PRESETS[name])
 
     @classmethod
@@ -275,7 +272,7 @@ class Cost:
         size = ModelSize.of(model.section("text"))
         return replace(
             self,
-            per_moved=4.0 * size.keys / link * flops,  # 2 bytes, forward and backward
+            per_moved=4.0 * size.work.keys / link * flops,  # 2 bytes, forward and backward
             per_exchange=per_layer * size.layers * flops,
         )
 

@@ -6,7 +6,8 @@ Packed    segments end to end        [a a a b b c .]
 
 Planning, floors, checks, stats and pools ask a layout. Where the two differ, `BaseLayout` answers
 for both, by `segments_per_row`. Outside of this file, which of the two it is matters only where
-planning chooses between sorted cuts and packing, and in the bounds on padded rows.
+planning chooses between sorted cuts and packing, and in the bounds on padded rows. `place` says
+where segments lie in rows of either.
 """
 
 from __future__ import annotations
@@ -75,12 +76,12 @@ class BaseLayout:
     segments_per_row: ClassVar[int | None]
     """The most segments in a row; None if unbounded."""
 
-    def check_bounds(self, kind: str) -> None:
-        """Raise if a bound is not an integer or bounds contradict each other."""
+    def check_bounds(self, kind: str, *needed: str) -> None:
+        """Raise if a bound is not an integer, bounds contradict each other, or none of those that
+        are needed is given."""
         whole_field(self, "layout.round_to")
         for name in ("max_tokens", "samples", "pad_to"):
-            if getattr(self, name) is not None:
-                whole_field(self, f"layout.{name}")
+            whole_field(self, f"layout.{name}", optional=True)
         if self.pad_to is not None and self.pad_to % self.round_to:
             raise ConfigError(
                 f"layout.pad_to must be a multiple of layout.round_to {self.round_to}, "
@@ -92,6 +93,11 @@ class BaseLayout:
                 f"layout.max_tokens is {self.max_tokens}, but every {kind} micro-batch has at "
                 f"least {least} slots. Raise max_tokens, or lower pad_to, rows or samples."
             )
+        if all(getattr(self, name) is None for name in needed):
+            *names, last = (f"layout.{name}" for name in needed)
+            raise ConfigError(
+                f"layout.max_tokens is missing: a {kind} layout needs {', '.join(names)} or {last}."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -102,6 +108,8 @@ class BaseLayout:
     @cached_property
     def _fixed_rows(self) -> int | None:
         """The rows of every micro-batch, empty ones too; None if they depend on its segments."""
+        if self.segments_per_row is None:
+            return self.packs_per_micro_batch
         return None if self.pad_to is None else self.samples
 
     @cached_property
@@ -189,27 +197,17 @@ class BaseLayout:
         )
 
     def segment_costs(
-        self, recipe: Recipe, aligned: IntArray, behind: IntArray | None = None
-    ) -> FloatArray:
-        """What each segment counts against `limits.cost`: packed segments at their aligned
-        lengths, padded rows at their own width."""
-        if self.segments_per_row is not None:
-            aligned = self.widths(aligned, recipe.width_unit)
-        return recipe.cost.of_lengths(aligned, behind)
-
-    def limited_costs(
         self,
-        cost: Cost,
-        rows: IntArray,
-        widths: IntArray,
-        owner: IntArray,
+        recipe: Recipe,
         aligned: IntArray,
         behind: IntArray | None = None,
+        widths: IntArray | None = None,
     ) -> FloatArray:
-        """What micro-batches count against `limits.cost`: packed segments without the padding of
-        the row, padded rows that hold a segment."""
-        lengths = aligned if self.segments_per_row is None else widths[owner]
-        return sum_by(owner, cost.of_lengths(lengths, behind), len(rows)) + cost.per_micro_batch
+        """What each segment counts against `limits.cost`: packed segments at their aligned
+        lengths, padded rows at their own width, or at `widths`, those of their micro-batches."""
+        if self.segments_per_row is not None:
+            aligned = self.widths(aligned, recipe.width_unit) if widths is None else widths
+        return recipe.cost.of_lengths(aligned, behind)
 
     def moving_costs(
         self, recipe: Recipe, aligned: IntArray, behind: IntArray | None = None
@@ -312,12 +310,7 @@ class Padded(BaseLayout):
 
     def __post_init__(self) -> None:
         one_of("layout.kind", self.kind, Literal["padded"])
-        self.check_bounds("padded")
-        if self.max_tokens is None and self.samples is None:
-            raise ConfigError(
-                "layout.max_tokens is missing: a padded layout needs layout.max_tokens or "
-                "layout.samples."
-            )
+        self.check_bounds("padded", "max_tokens", "samples")
         if self.cut is not None:
             one_of("layout.cut", self.cut, Cut)
 
@@ -398,12 +391,7 @@ class Packed(BaseLayout):
         if self.packer is not None:
             _check_packer(self.packer)
         whole_field(self, "layout.rows")
-        self.check_bounds("packed")
-        if self.max_tokens is None and self.samples is None and self.pad_to is None:
-            raise ConfigError(
-                "layout.max_tokens is missing: a packed layout needs layout.max_tokens, "
-                "layout.samples or layout.pad_to."
-            )
+        self.check_bounds("packed", "max_tokens", "samples", "pad_to")
         if self.rows > 1 and self.pad_to is None:
             raise ConfigError(f"layout.rows={self.rows} needs a fixed width. Set layout.pad_to.")
         if self.samples is not None and self.samples % self.rows:
@@ -457,11 +445,6 @@ class Packed(BaseLayout):
         return Padded(max_tokens=self.budget, samples=self.samples, round_to=self.round_to)
 
     @cached_property
-    def _fixed_rows(self) -> int:
-        """The same number for all micro-batches."""
-        return self.rows
-
-    @cached_property
     def packs_per_micro_batch(self) -> int:
         """Each row is a pack."""
         return self.rows
@@ -479,10 +462,8 @@ LAYOUTS: dict[str, type[Padded] | type[Packed]] = {"padded": Padded, "packed": P
 def _check_packer(packer: Any) -> None:
     """Raise unless `packer` is a known name or a function that a file can name."""
     if isinstance(packer, str):
-        if packer not in PACKER_NAMES and ":" not in packer:
-            raise ConfigError(
-                f"unknown layout.packer {packer!r}; expected one of: {', '.join(PACKER_NAMES)}."
-            )
+        if ":" not in packer:  # else a function's name, read from a file
+            one_of("layout.packer", packer, PackerName)
     elif not callable(packer):
         raise ConfigError(
             f"layout.packer must be a name or a function (lengths, capacity, seed) -> Ragged, got "
@@ -499,3 +480,45 @@ def _path_of(packer: Any) -> str:
     """`module:function`."""
     module = getattr(packer, "__module__", None) or "<unknown>"
     return f"{module}:{getattr(packer, '__qualname__', f'<{type(packer).__name__}>')}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Tiles that cover all rows * width slots: one per segment with its alignment, and one for the
+    padding at the end of each row.
+
+    Tile i starts at `offsets[i]`, its first `real[i]` slots hold tokens (0 for padding), and it
+    is segment `segment[i]` (-1 for padding).
+    """
+
+    offsets: IntArray
+    real: IntArray
+    segment: IntArray
+
+    @property
+    def slots(self) -> IntArray:
+        """The slots of each tile, padding included."""
+        return np.diff(self.offsets)
+
+
+def place(lengths: IntArray, row_offsets: IntArray, width: int, alignment: int) -> Placement:
+    """Put segments end to end into their rows, each rounded up to the alignment.
+
+    lengths [3, 2] in one row of 8 -> offsets [0, 3, 5, 8], real [3, 2, 0], segment [0, 1, -1]
+    """
+    slots = lengths if alignment == 1 else rounded_up(lengths, alignment)
+    number = np.arange(len(lengths))
+    # One row is the common case: at most one tile of padding, at its end.
+    if len(row_offsets) == 2:
+        tail = width - int(slots.sum())
+        if tail:
+            slots = np.concatenate((slots, (tail,)))
+            lengths, number = np.concatenate((lengths, (0,))), np.concatenate((number, (-1,)))
+    else:
+        # Several rows: a tile of padding after the last segment of each row that is not full.
+        used = np.diff(offsets_of(slots)[row_offsets])
+        short = used < width
+        at = row_offsets[1:][short]
+        slots = np.insert(slots, at, (width - used)[short])
+        lengths, number = np.insert(lengths, at, 0), np.insert(number, at, -1)
+    return Placement(offsets_of(slots), lengths, number)

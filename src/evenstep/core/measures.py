@@ -258,10 +258,6 @@ class Floors:
         self.caps = np.array([most for most, _ in shares.values()], np.float64)
         self.taken = [taken for _, taken in shares.values()]
 
-    def of_step(self, step: int) -> Floor:
-        """The floor of one step."""
-        return self._between(step, step + 1)[0]
-
     def of_steps(self, progress: Progress | None = None) -> list[Floor]:
         """The floors of all steps. `progress(done, total)` is called now and then."""
         longest = int(np.diff(self.starts).max(initial=1))
@@ -439,9 +435,9 @@ def of_plan(
     }
 
 
-def of_steps(plan: Plan, progress: Progress | None = None) -> list[dict[str, Value]]:
+def of_steps(plan: Plan) -> list[dict[str, Value]]:
     """The measures of each step. A dropped sample belongs to no step."""
-    table = StepTable(plan, progress)
+    table = StepTable(plan)
     return [
         {"step": step, **_measure(table, slice(step, step + 1), None)}
         for step in range(plan.num_steps)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from evenstep.core.plan_file import reading
 from evenstep.core.ragged import divided_up, rounded_up
 from evenstep.core.text import MOST, short_repr, shorten, truth_value, whole_number
 from evenstep.errors import ConfigError, FileError
@@ -117,12 +118,8 @@ def read_model_config(config: object) -> ModelConfig:
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise FileError(
-            f"{path} cannot be read ({error.strerror or error}). Give the path of a model's "
-            f"config.json or of its folder."
-        ) from None
+        with reading(path, "Give the path of a model's config.json or of its folder."):
+            data = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError):
         raise FileError(f"{path} is not JSON. Give the path of a model's config.json.") from None
     if not isinstance(data, dict):
@@ -191,16 +188,42 @@ def path_of_model(model: str, key: str) -> Path | None:
 
 
 class Work(NamedTuple):
-    """Multiply-adds of one forward pass.
+    """What a token takes in a part of a layer, or in all layers together: parts add up.
 
-    weights   per token, in matrices: the number of weights that a token passes through
-    pairs     per squared length, where tokens attend to all others or to all before them
-    nearby    per token, where they attend within a window, or update a state
+    weights   multiply-adds of a forward in matrices: the weights that a token passes through
+    pairs     multiply-adds per squared length, where tokens attend to all others or to all before
+    nearby    multiply-adds where tokens attend within a window, or update a state
+    unused    weights of experts that a token does not visit
+    keys      numbers of keys and values
+    kept      bytes that the backward needs
+    moved     bytes that kernels other than matrix products read and write
+
+    Bytes are in bfloat16, as autograd keeps them for decoders of Hugging Face with flash attention.
+    Per token and layer, with h the hidden size, q and k the widths of queries and of keys, and f
+    that of the feed-forward layer:
+
+    kept     16 h + 4 q + 4 k + 8 f     two norms (in float32), their outputs, queries, keys, values
+                                        and outputs of attention, four tensors of the gated layer
+    moved    250 h + 70 (q + k) + 30 f  by kernels that are not matrix products, forward and
+                                        backward
+
+    Layers that carry state have no queries and keys, but 4 c + 30 i kept and 520 (c + i) moved,
+    with c the numbers that are convolved and i those that the recurrence returns: what Evenstep's
+    kernels for the gated delta rule take. A layer that is only one of attention, recurrence and
+    feed-forward counts half of the norms.
+
+    A norm of queries and keys keeps 6 and moves 108 bytes for each of their numbers. A gate of the
+    feed-forward layer counts half of its bytes. Experts count as far as a token passes through
+    them, and 6 h for each for the tokens that are sorted by expert.
     """
 
     weights: float = 0
     pairs: float = 0
     nearby: float = 0
+    unused: int = 0
+    keys: int = 0
+    kept: float = 0
+    moved: float = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -420,28 +443,33 @@ def sparse_layers(config: ModelConfig, kind: Kind, layers: int) -> set[int]:
 
 # The work of a decoder ----------------------------------------------------------------------------
 
+# Model types that norm queries and keys.
+_NORMED = {"qwen3", "qwen3_moe", "qwen3_vl_text", "gemma3_text", "olmo2", "olmo3", "olmoe"}
+
 
 def text_work(config: ModelConfig) -> Work:
     """The work of all layers and the head. The embedding is a lookup and counts nothing.
 
     >>> shape = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16}
     >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 10}
-    >>> text_work(ModelConfig({"model_type": "llama", **shape, **heads}, "a dict"))
-    Work(weights=656, pairs=8.0, nearby=0)
+    >>> text_work(ModelConfig({"model_type": "llama", **shape, **heads}, "a dict"))[:3]
+    (656, 8.0, 0)
     """
     kind, layers = kind_of(config.model_type), _layers(config)
     mixing, sparse = mixing_of(config, kind, layers), sparse_layers(config, kind, layers)
-    works = [Work(weights=_hidden(config) * config.whole("vocab_size"))]  # the head
+    hidden = _hidden(config)
+    norms = (1 if kind.alone else 2) * layers * hidden
+    head = Work(weights=hidden * config.whole("vocab_size"))
+    parts = [head, Work(kept=8 * norms, moved=125 * norms)]
     for layer in range(layers):
-        works.append(_mix(config, kind, mixing[layer]))
-        if feeds_forward(kind, mixing[layer]):
-            works.append(Work(weights=_feed_forward(config, kind, layer in sparse)[0]))
-    return Work(*map(sum, zip(*works, strict=True)))
-
-
-def feeds_forward(kind: Kind, mixing: Mixing) -> bool:
-    """Whether a layer has feed-forward matrices."""
-    return mixing == "none" or not kind.alone
+        if mixing[layer] in ("mixer", "both"):
+            parts.append(_MIXERS[kind.mixer](config))
+        if mixing[layer] in ("full", "window", "both"):
+            window = window_of(config) if mixing[layer] == "window" else 0
+            parts.append(_attention(config, kind, window))
+        if mixing[layer] == "none" or not kind.alone:
+            parts.append(_feed_forward(config, kind, layer in sparse))
+    return Work(*map(sum, zip(*parts, strict=True)))
 
 
 def _layers(config: ModelConfig) -> int:
@@ -453,23 +481,6 @@ def _layers(config: ModelConfig) -> int:
 def _hidden(config: ModelConfig) -> int:
     """The numbers of a token between layers."""
     return config.whole("hidden_size", "n_embd")
-
-
-def _mix(config: ModelConfig, kind: Kind, mixing: Mixing) -> Work:
-    """The work of what mixes the tokens of one layer: attention, a mixer, or both."""
-    if mixing == "none":
-        return Work()
-    if mixing == "mixer":
-        return _MIXERS[kind.mixer](config).work
-    if mixing == "both":
-        parts = (_mix(config, kind, "mixer"), _mix(config, kind, "full"))
-        return Work(*map(sum, zip(*parts, strict=True)))
-    weights, pair = _attention(config, kind)
-    window = window_of(config) if mixing == "window" else 0
-    if window:
-        return Work(weights=weights, nearby=pair * window)
-    causal = not config.truth("use_bidirectional_attention", False)
-    return Work(weights=weights, pairs=pair / 2 if causal else pair)
 
 
 def _widths(config: ModelConfig, kind: Kind) -> tuple[int, int]:
@@ -490,50 +501,66 @@ def _widths(config: ModelConfig, kind: Kind) -> tuple[int, int]:
     return heads * dim, groups * dim
 
 
-def _attention(config: ModelConfig, kind: Kind) -> tuple[int, int]:
-    """The weights of attention and the multiply-adds of one pair: its score and its value."""
+def _attention(config: ModelConfig, kind: Kind, window: int) -> Work:
+    """Attention to the tokens of a window, or without one (0) to all before a token."""
     hidden, (queries, keys) = _hidden(config), _widths(config, kind)
+    # Weights, and the multiply-adds of one pair of tokens: its score and its value.
     if kind.attention == "grouped":
-        return hidden * ((3 if kind.query_gate else 2) * queries + 2 * keys), 2 * queries
-    # Latent (DeepSeek): low-rank queries, and keys and values from one vector of `rank` numbers.
-    heads, rank = config.whole("num_attention_heads"), config.whole("kv_lora_rank")
-    plain, positioned = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim")
-    value = config.whole("v_head_dim")
-    to_queries = hidden * queries
-    if config.has("q_lora_rank"):
-        to_queries = config.whole("q_lora_rank") * (hidden + queries)
-    to_keys = hidden * (rank + positioned) + rank * heads * (plain + value)
-    return to_queries + to_keys + heads * value * hidden, queries + heads * value
+        weights, pair = hidden * ((3 if kind.query_gate else 2) * queries + 2 * keys), 2 * queries
+    else:
+        # Latent (DeepSeek): low-rank queries, keys and values from one vector of `rank` numbers.
+        heads, rank = config.whole("num_attention_heads"), config.whole("kv_lora_rank")
+        plain, positioned = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim")
+        value = config.whole("v_head_dim")
+        weights = hidden * queries
+        if config.has("q_lora_rank"):
+            weights = config.whole("q_lora_rank") * (hidden + queries)
+        weights += hidden * (rank + positioned) + rank * heads * (plain + value)
+        weights, pair = weights + heads * value * hidden, queries + heads * value
+    pairs = 0.0
+    if not window:
+        causal = not config.truth("use_bidirectional_attention", False)
+        pairs = pair / 2 if causal else pair
+    normed = queries + keys if config.model_type in _NORMED else 0
+    return Work(
+        weights=weights,
+        pairs=pairs,
+        nearby=pair * window,
+        keys=2 * keys,
+        kept=4 * (queries + keys) + 6 * normed,
+        moved=70 * (queries + keys) + 108 * normed,
+    )
 
 
-def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> tuple[int, int, int, int]:
-    """(weights that a token passes through, its width, experts that it visits, unused weights).
-
-    The width is that of all experts that a token visits, and of the shared ones.
-    """
-    hidden = _hidden(config)
+def _feed_forward(config: ModelConfig, kind: Kind, sparse: bool) -> Work:
+    """Two matrices, or three with a gate; in sparse layers those of all experts."""
+    hidden, matrices = _hidden(config), 3 if kind.gated else 2
     if not sparse:
-        width = _dense_width(config, kind)
-        return (3 if kind.gated else 2) * hidden * width, width, 0, 0
-    gated, plain = "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"
-    shared = config.whole(gated, plain, "shared_intermediate_size", default=0, least=0)
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    experts, chosen, width = config.whole(*names, least=0), 0, 0
-    if experts:
-        chosen = config.whole("num_experts_per_tok", "num_experts_per_token", "moe_k")
-        width = config.whole("moe_intermediate_size", "intermediate_size")
-        if not config.has(plain):
-            numbers = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-            shared += width * config.whole(*numbers, default=0, least=0)
-    # The router scores every expert, and a shared one if that has a gate (Qwen2-MoE). Experts may
-    # see fewer numbers of a token than there are between layers (Nemotron-H).
-    router = experts + (1 if config.has(gated) else 0)
-    matrices = 3 if kind.gated else 2
-    latent = config.whole("moe_latent_size", default=hidden)
-    visited = hidden * router + matrices * (latent * chosen * width + hidden * shared)
-    visited += 2 * hidden * latent if config.has("moe_latent_size") else 0
-    unused = matrices * latent * width * (experts - chosen)
-    return visited, chosen * width + shared, chosen, unused
+        width, chosen, unused = _dense_width(config, kind), 0, 0
+        weights = matrices * hidden * width
+    else:
+        gated, plain = "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"
+        shared = config.whole(gated, plain, "shared_intermediate_size", default=0, least=0)
+        names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        experts, chosen, each = config.whole(*names, least=0), 0, 0
+        if experts:
+            chosen = config.whole("num_experts_per_tok", "num_experts_per_token", "moe_k")
+            each = config.whole("moe_intermediate_size", "intermediate_size")
+            if not config.has(plain):
+                numbers = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+                shared += each * config.whole(*numbers, default=0, least=0)
+        # The router scores every expert, and a shared one if that has a gate (Qwen2-MoE). Experts
+        # may see fewer numbers of a token than there are between layers (Nemotron-H).
+        router = experts + (1 if config.has(gated) else 0)
+        latent = config.whole("moe_latent_size", default=hidden)
+        weights = hidden * router + matrices * (latent * chosen * each + hidden * shared)
+        weights += 2 * hidden * latent if config.has("moe_latent_size") else 0
+        unused = matrices * latent * each * (experts - chosen)
+        width = chosen * each + shared  # of all experts that a token visits
+    share = 1.0 if kind.gated else 0.5
+    kept = 8 * share * width + 6 * hidden * chosen
+    moved = 30 * share * width + 18 * hidden * chosen
+    return Work(weights=weights, unused=unused, kept=kept, moved=moved)
 
 
 def _dense_width(config: ModelConfig, kind: Kind) -> int:
@@ -549,27 +576,17 @@ def _dense_width(config: ModelConfig, kind: Kind) -> int:
     return rounded_up(width, config.whole("block_multiple_of"))
 
 
-class MixerSize(NamedTuple):
-    """What a token takes in a layer that carries state.
+def _carrying(weights: int, convolved: int, inner: int, state: int = 0) -> Work:
+    """A layer that carries a state of so many numbers, which a token updates and reads once.
 
-    weights    that it passes through
-    convolved  numbers that a convolution makes of it
-    inner      numbers that its kernel returns
-    state      numbers of a segment's state
+    convolved  numbers that a convolution makes of a token
+    inner      numbers that the layer's kernel returns
     """
-
-    weights: int
-    convolved: int = 0
-    inner: int = 0
-    state: int = 0
-
-    @property
-    def work(self) -> Work:
-        """Linear in tokens: a state is updated and read once per token."""
-        return Work(weights=self.weights, nearby=2 * self.state)
+    kept, moved = 4 * convolved + 30 * inner, 520 * (convolved + inner)
+    return Work(weights=weights, nearby=2 * state, kept=kept, moved=moved)
 
 
-def _delta(config: ModelConfig) -> MixerSize:
+def _delta(config: ModelConfig) -> Work:
     """Gated delta rule (Qwen3-Next)."""
     hidden, heads = _hidden(config), config.whole("linear_num_value_heads")
     key, value = config.whole("linear_key_head_dim"), config.whole("linear_value_head_dim")
@@ -577,10 +594,10 @@ def _delta(config: ModelConfig) -> MixerSize:
     convolved = 2 * keys + values
     weights = hidden * (convolved + 2 * values + 2 * heads)
     weights += convolved * config.whole("linear_conv_kernel_dim")
-    return MixerSize(weights, convolved, values, heads * key * value)
+    return _carrying(weights, convolved, values, heads * key * value)
 
 
-def _channels(config: ModelConfig) -> MixerSize:
+def _channels(config: ModelConfig) -> Work:
     """Delta rule with a decay for every channel (Kimi-Linear)."""
     linear = config._nested("linear_attn_config") if config.has("linear_attn_config") else config
     hidden, heads = _hidden(config), linear.whole("linear_num_heads", "num_heads")
@@ -588,10 +605,10 @@ def _channels(config: ModelConfig) -> MixerSize:
     inner, gates = heads * size, 2 * size  # gates of a low rank
     weights = hidden * (4 * inner + heads + gates) + gates * inner
     weights += 3 * inner * linear.whole("linear_conv_kernel_dim", "short_conv_kernel_size")
-    return MixerSize(weights, 3 * inner, inner, inner * size)
+    return _carrying(weights, 3 * inner, inner, inner * size)
 
 
-def _mamba(config: ModelConfig) -> MixerSize:
+def _mamba(config: ModelConfig) -> Work:
     hidden, named = _hidden(config), "state_size" in config.fields
     inner = hidden * config.whole("mamba_expand", "expand")
     if named:
@@ -603,10 +620,10 @@ def _mamba(config: ModelConfig) -> MixerSize:
     rank = automatic if config.fields.get(name) == "auto" else config.whole(name)
     convolution = inner * config.whole("mamba_d_conv", "conv_kernel")
     weights = 3 * hidden * inner + inner * (2 * rank + 2 * state) + convolution
-    return MixerSize(weights, inner, inner, inner * state)
+    return _carrying(weights, inner, inner, inner * state)
 
 
-def _mamba2(config: ModelConfig) -> MixerSize:
+def _mamba2(config: ModelConfig) -> Work:
     hidden = _hidden(config)
     heads = config.whole("mamba_n_heads", "mamba_num_heads", "num_heads")
     if config.has("mamba_head_dim"):  # Nemotron-H
@@ -619,14 +636,14 @@ def _mamba2(config: ModelConfig) -> MixerSize:
     convolved = inner + 2 * config.whole("mamba_n_groups", "n_groups") * state
     weights = hidden * (2 * inner + convolved + heads)
     weights += convolved * config.whole("mamba_d_conv", "conv_kernel")
-    return MixerSize(weights, convolved, inner, inner * state)
+    return _carrying(weights, convolved, inner, inner * state)
 
 
-def _short_conv(config: ModelConfig) -> MixerSize:
+def _short_conv(config: ModelConfig) -> Work:
     """Three projections, a short convolution and one more projection (LFM2)."""
     hidden = _hidden(config)
     weights = 4 * hidden * hidden + hidden * config.whole("conv_L_cache")
-    return MixerSize(weights, hidden, hidden)
+    return _carrying(weights, hidden, hidden)
 
 
 _MIXERS = {
@@ -663,8 +680,8 @@ def vision_work(config: ModelConfig) -> Work:
     >>> sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
     >>> patches = {"num_attention_heads": 2, "patch_size": 2}
     >>> tower = {"model_type": "siglip_vision_model", **sizes, **patches}
-    >>> vision_work(ModelConfig(tower, "a dict"))
-    Work(weights=608, pairs=16, nearby=0)
+    >>> vision_work(ModelConfig(tower, "a dict"))[:3]
+    (608, 16, 0)
     """
     if config.model_type not in TOWERS:
         raise ConfigError(
@@ -701,8 +718,7 @@ def vision_work(config: ModelConfig) -> Work:
 
 # Weights and bytes -----------------------------------------------------------------------------
 
-# Model types that norm queries and keys, and that share the embedding with the head by default.
-_NORMED = {"qwen3", "qwen3_moe", "qwen3_vl_text", "gemma3_text", "olmo2", "olmo3", "olmoe"}
+# Model types that share the embedding with the head by default.
 _TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "cohere", "cohere2"}
 
 
@@ -712,29 +728,8 @@ class ModelSize:
 
     parameters  all weights
     outside     weights outside of layers: embedding, head
-    keys        numbers of keys and values per token
-    kept        bytes per token that the backward needs
-    moved       bytes per token that kernels other than matrix products read and write
-    work        multiply-adds of a forward
+    work        of a token in all layers and the head
     stateful    whether layers carry state from token to token
-
-    Bytes are in bfloat16, as autograd keeps them for decoders of Hugging Face with flash attention.
-    Per token and layer, with h the hidden size, q and k the widths of queries and of keys, and f
-    that of the feed-forward layer:
-
-    kept     16 h + 4 q + 4 k + 8 f     two norms (in float32), their outputs, queries, keys, values
-                                        and outputs of attention, four tensors of the gated layer
-    moved    250 h + 70 (q + k) + 30 f  by kernels that are not matrix products, forward and
-                                        backward
-
-    Layers that carry state have no queries and keys, but 4 c + 30 i kept and 520 (c + i) moved,
-    with c the numbers that are convolved and i those that the recurrence returns: what Evenstep's
-    kernels for the gated delta rule take. A layer that is only one of attention, recurrence and
-    feed-forward counts half of the norms.
-
-    A norm of queries and keys keeps 6 and moves 108 bytes for each of their numbers. A gate of the
-    feed-forward layer counts half of its bytes. Experts count as far as a token passes through
-    them, and 6 h for each for the tokens that are sorted by expert.
     """
 
     parameters: int
@@ -742,9 +737,6 @@ class ModelSize:
     layers: int
     hidden: int
     vocab: int
-    keys: int
-    kept: float
-    moved: float
     work: Work
     stateful: bool = False
 
@@ -753,47 +745,22 @@ class ModelSize:
         """The sizes of a configuration.
 
         >>> size = ModelSize.of(named_config("llama-3.2-1b"))
-        >>> round(size.parameters / 1e9, 2), round(size.kept / 1e6, 2)
+        >>> round(size.parameters / 1e9, 2), round(size.work.kept / 1e6, 2)
         (1.24, 1.74)
         """
-        kind = kind_of(config.model_type)
-        layers, hidden = _layers(config), _hidden(config)
+        kind, layers, hidden = kind_of(config.model_type), _layers(config), _hidden(config)
         work, vocab = text_work(config), config.whole("vocab_size")
-        mixing, sparse = mixing_of(config, kind, layers), sparse_layers(config, kind, layers)
         tied = config.truth("tie_word_embeddings", config.model_type in _TIED)
-        outside = (1 if tied else 2) * hidden * vocab
-        blocks = 1 if kind.alone else 2  # of a layer, each with a norm
-        # Add up the layers: weights that no token passes through, keys, bytes kept and moved.
-        unused, cached, kept, moved = 0.0, 0, 0.0, 0.0
-        for layer in range(layers):
-            kept, moved = kept + 8 * blocks * hidden, moved + 125 * blocks * hidden
-            if mixing[layer] in ("full", "window", "both"):
-                queries, keys = _widths(config, kind)
-                normed = queries + keys if config.model_type in _NORMED else 0
-                kept += 4 * (queries + keys) + 6 * normed
-                moved += 70 * (queries + keys) + 108 * normed
-                cached += 2 * keys
-            if mixing[layer] in ("mixer", "both"):
-                mixer = _MIXERS[kind.mixer](config)
-                kept += 4 * mixer.convolved + 30 * mixer.inner
-                moved += 520 * (mixer.convolved + mixer.inner)
-            if feeds_forward(kind, mixing[layer]):
-                _, width, copies, rest = _feed_forward(config, kind, layer in sparse)
-                share = 1.0 if kind.gated else 0.5
-                kept += 8 * share * width + 6 * hidden * copies
-                moved += 30 * share * width + 18 * hidden * copies
-                unused += rest
-        head = hidden * vocab  # counted in the work
-        norms = (blocks * layers + 1) * hidden
+        embedding = hidden * vocab
+        outside = (1 if tied else 2) * embedding
+        norms = ((1 if kind.alone else 2) * layers + 1) * hidden
         return cls(
-            parameters=int(work.weights - head + outside + unused + norms),
+            # The head is counted in the work.
+            parameters=int(work.weights - embedding + outside + work.unused + norms),
             outside=outside,
             layers=layers,
             hidden=hidden,
             vocab=vocab,
-            keys=cached,
-            kept=kept,
-            moved=moved,
             work=work,
-            stateful=not {"mixer", "both"}.isdisjoint(mixing),
+            stateful=not {"mixer", "both"}.isdisjoint(mixing_of(config, kind, layers)),
         )

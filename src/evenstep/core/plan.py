@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evenstep.core import measures, plan_file
 from evenstep.core.checks import offsets_nest
-from evenstep.core.layout import Packed
+from evenstep.core.layout import Packed, Placement, place
 from evenstep.core.measures import step_means, step_times
 from evenstep.core.prefixes import Prefixes
 from evenstep.core.ragged import (
@@ -29,56 +29,15 @@ from evenstep.core.ragged import (
     by_first_appearance,
     frozen,
     offsets_of,
+    own_segments,
     ranges_of,
     rounded_up,
     sample_name,
     sum_by,
 )
-from evenstep.core.recipe import Recipe, Steps, Topology
+from evenstep.core.recipe import Recipe, Topology, recipe_on_fewer_ranks
 from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import FileError, InputError, PlanError
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Placement:
-    """Tiles that cover all rows * width slots: one per segment with its alignment, and one for the
-    padding at the end of each row.
-
-    Tile i starts at `offsets[i]`, its first `real[i]` slots hold tokens (0 for padding), and it
-    is segment `segment[i]` (-1 for padding).
-    """
-
-    offsets: IntArray
-    real: IntArray
-    segment: IntArray
-
-    @property
-    def slots(self) -> IntArray:
-        """The slots of each tile, padding included."""
-        return np.diff(self.offsets)
-
-
-def place(lengths: IntArray, row_offsets: IntArray, width: int, alignment: int) -> Placement:
-    """Put segments end to end into their rows, each rounded up to the alignment.
-
-    lengths [3, 2] in one row of 8 -> offsets [0, 3, 5, 8], real [3, 2, 0], segment [0, 1, -1]
-    """
-    slots = lengths if alignment == 1 else rounded_up(lengths, alignment)
-    number = np.arange(len(lengths))
-    # One row is the common case: at most one tile of padding, at its end.
-    if len(row_offsets) == 2:
-        tail = width - int(slots.sum())
-        if tail:
-            slots = np.concatenate((slots, (tail,)))
-            lengths, number = np.concatenate((lengths, (0,))), np.concatenate((number, (-1,)))
-    else:
-        # Several rows: a tile of padding after the last segment of each row that is not full.
-        used = np.diff(offsets_of(slots)[row_offsets])
-        short = used < width
-        at = row_offsets[1:][short]
-        slots = np.insert(slots, at, (width - used)[short])
-        lengths, number = np.insert(lengths, at, 0), np.insert(number, at, -1)
-    return Placement(offsets_of(slots), lengths, number)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -353,14 +312,6 @@ class MicroBatch:
         )
 
 
-def own_segments(above: IntArray | None, count: int) -> BoolArray:
-    """Which of `count` segments are no parent of another; `above` are the parents."""
-    own = np.ones(count, bool)
-    if above is not None:
-        own[above[above >= 0]] = False
-    return own
-
-
 def samples_of(micro_batches: Iterable[MicroBatch]) -> IntArray:
     """The ids of the samples in these micro-batches, ascending and unique."""
     none = np.empty(0, np.int64)
@@ -369,7 +320,8 @@ def samples_of(micro_batches: Iterable[MicroBatch]) -> IntArray:
 
 _HASHED = 64  # segments and micro-batches that a hash looks at
 _OFFSETS = ("row_offsets", "micro_offsets", "cell_offsets")
-_OPTIONAL = ("groups", "sample_ids", "prefix_order", "prefix_shared")
+_OF_SAMPLES = ("lengths", "step_of", "groups")
+_ARRAYS = (*_OF_SAMPLES, *_OFFSETS, "widths", "sample_ids", "prefix_order", "prefix_shared")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -407,9 +359,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         # Arrays become read-only copies, unless they already are (see `frozen`).
-        for name in ("lengths", "step_of", "widths", *_OFFSETS):
-            object.__setattr__(self, name, frozen(getattr(self, name)))
-        for name in _OPTIONAL:
+        for name in _ARRAYS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, frozen(getattr(self, name)))
         columns = {name: frozen(column) for name, column in self.columns.items()}
@@ -750,20 +700,12 @@ class Plan:
             ) from None
 
     def _arrays(self) -> dict[str, IntArray]:
-        """All arrays of the plan, by name."""
-        arrays = {
-            "lengths": self.lengths,
-            "step_of": self.step_of,
-            "sample": self.segments.sample,
-            "start": self.segments.start,
-            "length": self.segments.length,
-            "widths": self.widths,
-            **{name: getattr(self, name) for name in _OFFSETS},
-            **{f"column:{name}": column for name, column in self.columns.items()},
-        }
-        optional = {name: getattr(self, name) for name in _OPTIONAL}
-        optional["parent"] = self.segments.parent
-        return arrays | {name: array for name, array in optional.items() if array is not None}
+        """All arrays of the plan, by name, without those that are None."""
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        for name in ("sample", "start", "length", "parent"):
+            arrays[name] = getattr(self.segments, name)
+        arrays |= {f"column:{name}": column for name, column in self.columns.items()}
+        return {name: array for name, array in arrays.items() if array is not None}
 
     def _encode(self) -> bytes:
         return plan_file.encode(self.recipe.to_dict(), self._arrays())
@@ -913,17 +855,6 @@ def refuse_shared(plan: Plan, ranks: int) -> None:
         )
 
 
-def recipe_on_fewer_ranks(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe of `on_fewer_ranks`: a rank has more micro-batches, and sizes may differ."""
-    if ranks == recipe.topology.dp:
-        return recipe
-    steps, times = recipe.steps, recipe.topology.dp // ranks
-    if steps.micro_batches is not None:
-        steps = Steps(micro_batches=times * steps.micro_batches)
-    topology = replace(recipe.topology, dp=ranks)
-    return replace(recipe, topology=topology, steps=steps, equal_sizes=False, sharing=None)
-
-
 def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:
     """One plan that runs `plans` one after the other and numbers samples by their ids.
 
@@ -963,6 +894,6 @@ def join_plans(plans: Sequence[Plan], sample_ids: Sequence[IntArray]) -> Plan:
     # Columns of samples are put in the order of the ids.
     by_id = np.argsort(ids)
     for name in joined:
-        if name in ("lengths", "step_of", "groups") or name.startswith("column:"):
+        if name in _OF_SAMPLES or name.startswith("column:"):
             joined[name] = joined[name][by_id]
     return Plan._of_arrays(plans[0].recipe, joined)

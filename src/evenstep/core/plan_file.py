@@ -13,7 +13,8 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -109,14 +110,19 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
+@contextmanager
+def reading(path: PathLike, remedy: str = "Check the path.") -> Iterator[None]:
+    """Turn errors of the system into a `FileError` about this file."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror or error}). {remedy}") from None
+
+
 def read(path: PathLike) -> bytes:
     """The bytes of a file."""
-    try:
+    with reading(path):
         return Path(path).read_bytes()
-    except OSError as error:
-        raise FileError(
-            f"{path} cannot be read ({error.strerror or error}). Check the path."
-        ) from None
 
 
 def replace_file(path: PathLike, data: bytes) -> None:

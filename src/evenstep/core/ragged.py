@@ -243,6 +243,14 @@ class Segments:
         return Segments(self.sample[index], self.start[index], self.length[index], parent)
 
 
+def own_segments(above: IntArray | None, count: int) -> BoolArray:
+    """Which of `count` segments are no parent of another; `above` are the parents."""
+    own = np.ones(count, bool)
+    if above is not None:
+        own[above[above >= 0]] = False
+    return own
+
+
 # Sample ids: the stored item that a sample comes from, and which sample of that item it is.
 # Most items are one sample, whose id is the item's number. Further samples of an item (its parts)
 # have ids above `MOST_ITEMS`, so that one integer identifies any sample in plans, batches and

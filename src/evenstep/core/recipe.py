@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -176,8 +176,7 @@ class Sharing:
 
     def __post_init__(self) -> None:
         for name in ("most_ranks", "max_received"):
-            if getattr(self, name) is not None:
-                whole_field(self, f"sharing.{name}")
+            whole_field(self, f"sharing.{name}", optional=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +325,7 @@ class Limits:
     gathered: int | None = None
 
     def __post_init__(self) -> None:
-        if self.gathered is not None:
-            whole_field(self, "limits.gathered")
+        whole_field(self, "limits.gathered", optional=True)
         if not isinstance(self.columns, Mapping):
             raise ConfigError(
                 f"limits.columns must map the name of each column to the most that a micro-batch "
@@ -394,23 +392,19 @@ class Recipe(Derived):
 
     def __post_init__(self) -> None:
         # Parts of another type are refused first, with the constructor that was meant.
-        for name, kind in {"layout": BaseLayout, **_PARTS}.items():
-            if not isinstance(getattr(self, name), kind):
-                wanted = "Padded or Packed" if name == "layout" else kind.__name__
-                value = getattr(self, name)
-                named = name == "cost" and isinstance(value, str)
-                remedy = f" Write cost=Cost.named({value!r})." if named else ""
-                raise ConfigError(f"{name} must be {wanted}, got {short_repr(value)}.{remedy}")
+        for name, kind in {"layout": BaseLayout, **_PARTS, **_OPTIONAL_PARTS}.items():
+            value, wanted = getattr(self, name), kind.__name__
+            if isinstance(value, kind) or (value is None and name in _OPTIONAL_PARTS):
+                continue
+            wanted = "Padded or Packed" if name == "layout" else wanted
+            wanted += " or None" if name in _OPTIONAL_PARTS else ""
+            named = name == "cost" and isinstance(value, str)
+            remedy = f" Write cost=Cost.named({value!r})." if named else ""
+            raise ConfigError(f"{name} must be {wanted}, got {short_repr(value)}.{remedy}")
         for name, words in _CHOICES.items():
             one_of(name, getattr(self, name), words)
         for name in ("equal_sizes", "equal_tokens"):
             truth_field(self, name)
-        if not isinstance(self.second_work, SecondWork | None):
-            raise ConfigError(
-                f"second_work must be SecondWork or None, got {short_repr(self.second_work)}."
-            )
-        if not isinstance(self.sharing, Sharing | None):
-            raise ConfigError(f"sharing must be Sharing or None, got {short_repr(self.sharing)}.")
         if self.min_saving is not None and not 0 <= real_field(self, "min_saving") < 1:
             raise ConfigError(f"min_saving must be in [0, 1), got {self.min_saving:g}.")
         object.__setattr__(self, "seed", seed_number(self.seed))
@@ -622,16 +616,26 @@ class Recipe(Derived):
         topology, second = dict(data["topology"]), data.get("second_work")
         for name, axis in (("sequence_parallel", "tp"), ("variable_seq_lengths", "pp")):
             topology[name] = topology[name] and topology[axis] > 1
-        data |= {name: part(**data[name]) for name, part in _PARTS.items() if name != "topology"}
-        data |= {"layout": LAYOUTS[data["layout"]["kind"]](**data["layout"])}
+        if second is not None and second["cost"] is not None:
+            data["second_work"] = {**second, "cost": Cost(**second["cost"])}
+        data |= {"topology": topology, "layout": LAYOUTS[data["layout"]["kind"]](**data["layout"])}
         if not uses_seed(data["layout"].packer):
             data["seed"] = 0
-        if second is not None:
-            cost = None if second["cost"] is None else Cost(**second["cost"])
-            data["second_work"] = SecondWork(**{**second, "cost": cost})
-        if data.get("sharing") is not None:
-            data["sharing"] = Sharing(**data["sharing"])
-        return cls(**{**data, "topology": Topology(**topology)})
+        given = [*_PARTS, *(name for name in _OPTIONAL_PARTS if data.get(name) is not None)]
+        parts = {name: (_PARTS | _OPTIONAL_PARTS)[name](**data[name]) for name in given}
+        return cls(**{**data, **parts})
+
+
+def recipe_on_fewer_ranks(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe of a plan of one step whose micro-batches run on `ranks` ranks, which divide its
+    own: a rank has more micro-batches, and sizes may differ."""
+    if ranks == recipe.topology.dp:
+        return recipe
+    steps, times = recipe.steps, recipe.topology.dp // ranks
+    if steps.micro_batches is not None:
+        steps = Steps(micro_batches=times * steps.micro_batches)
+    topology = replace(recipe.topology, dp=ranks)
+    return replace(recipe, topology=topology, steps=steps, equal_sizes=False, sharing=None)
 
 
 def check_recipe(recipe: object) -> None:
@@ -655,3 +659,4 @@ _CHOICES: dict[str, Any] = {
     "overflow": Overflow,
 }
 _PARTS: dict[str, Any] = {"topology": Topology, "steps": Steps, "cost": Cost, "limits": Limits}
+_OPTIONAL_PARTS: dict[str, Any] = {"second_work": SecondWork, "sharing": Sharing}

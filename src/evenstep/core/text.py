@@ -85,14 +85,17 @@ def whole_number(path: str, value: object, *, least: int = 1, most: int = MOST) 
     return number
 
 
-def whole_field(owner: object, path: str, *, least: int = 1, most: int = MOST) -> None:
-    """Convert a field of a frozen dataclass to a plain int, or raise.
+def whole_field(
+    owner: object, path: str, *, least: int = 1, most: int = MOST, optional: bool = False
+) -> None:
+    """Convert a field of a frozen dataclass to a plain int, or raise; None if it is `optional`.
 
     The path "pool.samples" is the field `samples`, as messages call it.
     """
     name = path.rpartition(".")[2]
-    value = whole_number(path, getattr(owner, name), least=least, most=most)
-    object.__setattr__(owner, name, value)
+    value = getattr(owner, name)
+    if value is not None or not optional:
+        object.__setattr__(owner, name, whole_number(path, value, least=least, most=most))
 
 
 def seed_number(value: object) -> int:
@@ -141,10 +144,11 @@ def real_field(owner: object, path: str) -> float:
 
 
 def one_of(path: str, value: object, words: Any) -> None:
-    """Raise if `value` is not one of the words of a `Literal`."""
-    if value not in get_args(words):
+    """Raise if `value` is not one of these words, or of those of a `Literal`."""
+    words = get_args(words) or tuple(words)  # a tuple compares values that have no hash
+    if value not in words:
         raise ConfigError(
-            f"unknown {path} {short_repr(value)}; expected one of: {', '.join(get_args(words))}."
+            f"unknown {path} {short_repr(value)}; expected one of: {', '.join(words)}."
         )
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from evenstep.core.plan_file import reading
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.text import counted, short_repr
 from evenstep.data.source import (
@@ -105,17 +106,6 @@ def matches(pattern: PathLike) -> list[Path]:
         return [path]
     # Path.glob takes no absolute patterns.
     return [Path(each) for each in sorted(glob.glob(text, recursive=True))]  # noqa: PTH207
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn errors of the system into a FileError."""
-    try:
-        yield
-    except OSError as error:
-        raise FileError(
-            f"{path} cannot be read ({error.strerror or error}). Check the path."
-        ) from None
 
 
 def optional(

@@ -22,7 +22,6 @@ from evenstep.core.plan import (
     MicroBatch,
     Plan,
     on_fewer_ranks,
-    recipe_on_fewer_ranks,
     refuse_shared,
     samples_by_step,
     step_plan,
@@ -40,7 +39,7 @@ from evenstep.core.ragged import (
     offsets_of,
     rounded_up,
 )
-from evenstep.core.recipe import Recipe, Steps, World, check_recipe
+from evenstep.core.recipe import Recipe, Steps, World, check_recipe, recipe_on_fewer_ranks
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import truth_value, whole_number
 from evenstep.data.dataset import MapStyle, as_measured

@@ -178,18 +178,15 @@ class Pool:
 
     def __post_init__(self) -> None:
         whole_field(self, "pool.samples")
-        if self.tokens is not None:
-            whole_field(self, "pool.tokens", least=0)
-        if self.alone is not None:
-            whole_field(self, "pool.alone")
+        whole_field(self, "pool.tokens", least=0, optional=True)
+        whole_field(self, "pool.alone", optional=True)
         whole_field(self, "pool.warmup_steps", least=0)
         if (self.warmup_steps > 0) != (self.warmup_tokens is not None):
             raise ConfigError(
                 "pool.warmup_steps and pool.warmup_tokens have no effect without each other. Set "
                 "both or neither."
             )
-        if self.warmup_tokens is not None:
-            whole_field(self, "pool.warmup_tokens")
+        whole_field(self, "pool.warmup_tokens", optional=True)
 
     def budget(self, full: int, step: int) -> int:
         """The budget of a step. From 200 to 1000 over 4 steps: 200, 400, 600, 800, 1000.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from evenstep.core.plan import Plan, join_plans
+from evenstep.core.plan_file import reading
 from evenstep.core.ragged import IntArray
 from evenstep.core.recipe import Recipe, World
 from evenstep.data.planned import PlannedStream
@@ -98,13 +99,8 @@ def _planned(
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    try:
+    with reading(path, "Name the folder of a run of `evenstep train`, or a saved plan."):
         lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise FileError(
-            f"{path} cannot be read ({error.strerror or error}). Name the folder of a run of "
-            f"`evenstep train`, or a saved plan."
-        ) from None
     found = []
     for number, line in enumerate(lines, 1):
         try:

@@ -30,9 +30,10 @@ from typing import IO, Any, Literal, Self, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from evenstep.core.plan_file import reading
 from evenstep.core.ragged import IntArray, offsets_of, rounded_up
 from evenstep.core.text import one_of
-from evenstep.data.files import Paths, Shards, files_digest, files_of, reading
+from evenstep.data.files import Paths, Shards, files_digest, files_of
 from evenstep.data.source import (
     LOSS_MASKS,
     Sample,

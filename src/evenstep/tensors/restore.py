@@ -22,8 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.core.plan import MicroBatch, Plan, own_segments, place
-from evenstep.core.ragged import IntArray, Segments, offsets_of, ranges_of, rounded_up, sample_name
+from evenstep.core.layout import place
+from evenstep.core.plan import MicroBatch, Plan
+from evenstep.core.ragged import (
+    IntArray,
+    Segments,
+    offsets_of,
+    own_segments,
+    ranges_of,
+    rounded_up,
+    sample_name,
+)
 from evenstep.core.recipe import Topology
 from evenstep.core.step import Step
 from evenstep.core.text import one_of

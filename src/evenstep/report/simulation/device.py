@@ -84,7 +84,7 @@ def _attention(gpu: Gpu, topology: Topology) -> float:
 def _per_token(size: ModelSize, gpu: Gpu, topology: Topology, again: float) -> float:
     head = size.hidden * size.vocab
     products = 6 * ((size.work.weights - head) * again + head) / (gpu.flops * MATRIX_SHARE)
-    moved = size.moved * again / (gpu.bandwidth * MOVED_SHARE)
+    moved = size.work.moved * again / (gpu.bandwidth * MOVED_SHARE)
     chunk = LOGIT_CHUNK / (2 * size.vocab)  # tokens
     logits = LOGIT_BYTES * size.vocab + 8 * head / chunk
     logits /= gpu.bandwidth * LOGIT_SHARE
@@ -104,6 +104,6 @@ def with_exchange(
     """
     tp, cp = topology.tp, topology.cp
     sums = (6 if checkpointing else 4) * size.layers * 2 * (tp - 1) / tp * 2 * size.hidden / cp
-    keys = (4 if checkpointing else 3) * (cp - 1) / cp * 2 * size.keys / tp
+    keys = (4 if checkpointing else 3) * (cp - 1) / cp * 2 * size.work.keys / tp
     sent = sums / cluster.bus(tp, 1) + keys / cluster.bus(cp, tp)
     return replace(cluster, cost=replace(cluster.cost, per_token=cluster.cost.per_token + sent))

@@ -88,7 +88,7 @@ def memory_of(
     held = size.parameters / (topology.tp * topology.pp)
     shard = held / (topology.dp * topology.cp)
     own = slots / (topology.tp * topology.cp)  # slots of one device
-    per_slot = 2 * size.hidden * size.layers if checkpointing else size.kept
+    per_slot = 2 * size.hidden * size.layers if checkpointing else size.work.kept
     in_flight = min(micro_batches, topology.pp) / topology.pp
     summed = 4 * min(held, shard + 3 * held / size.layers if scattered else held)
     return Memory(
@@ -98,7 +98,7 @@ def memory_of(
         summed_gradients=summed * trained if micro_batches > 1 else 0.0,
         gathered=2 * size.outside / topology.tp,
         activations=per_slot * own * in_flight,
-        recomputed=size.kept / size.layers * own if checkpointing else 0.0,
+        recomputed=size.work.kept / size.layers * own if checkpointing else 0.0,
         logits=_logits(size, own, topology.tp),
         update=4 * shard * trained,
     )
