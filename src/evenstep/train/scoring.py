@@ -37,7 +37,7 @@ from evenstep.train.checks import (
     exchange_digests,
 )
 from evenstep.train.collectives import Alone, Bundle, Collective, gather_values
-from evenstep.train.framework import Forward, device_of, forward_of
+from evenstep.train.framework import Forward, device_of, forward_of, reshard
 from evenstep.train.model_head import Answer, Heads
 from evenstep.train.normalization import GroupMean, weighted
 from evenstep.train.prefetch import Prefetch
@@ -324,7 +324,11 @@ def _collated(micro: MicroBatch, samples: Any) -> Batch:
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Eval mode, and each module's own mode again at the end. A plain function has no mode."""
+    """Eval mode, and each module's own mode again at the end. A plain function has no mode.
+
+    The root of fully_shard stays gathered after a forward without backward, and `zero_grad` and
+    clipping of the model would then miss the gradients of its shards.
+    """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     training = [module for module in modules if module.training]
     for module in training:
@@ -334,6 +338,7 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+        reshard(model)
 
 
 # The loss of held-out samples ---------------------------------------------------------------------
