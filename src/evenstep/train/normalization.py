@@ -256,6 +256,9 @@ class SampleWeights(_OfLossTokens):
 class Custom(_OfLossTokens):
     """Weights from a function of the batch; the denominator is their sum or `of_batch`.
 
+    A sample may have several segments (overflow="split", context parallelism, sharing): count
+    samples by the first, `(batch.starts == 0) & (batch.sample_ids >= 0)`.
+
     Weights count where a slot has a label. Set `distance` for a loss on labels further ahead
     (multi-token prediction): the last slots of a prompt have a label two tokens ahead, but none
     one token ahead.
