@@ -143,7 +143,7 @@ def evaluated(rank: int, size: int, samples: Samples, wraps: list[str]) -> dict[
     found: dict[str, list[Ran]] = {}
     for wrap in wraps:
         model = _wrap(decoder(torch.float64), wrap, size)
-        step = steps_of(Plan("planned", Packed(max_tokens=LIMIT), dp=2), _work(samples))[rank]
+        step: Any = steps_of(Plan("planned", Packed(max_tokens=LIMIT), dp=2), _work(samples))[rank]
         runner = Runner(
             model=model, loss=cross_entropy(), collate=COLLATOR, collective=Distributed()
         )
