@@ -44,6 +44,8 @@ def test_a_teacher_that_runs_is_the_same_as_its_logits(divergence: Any) -> None:
     (gradient,) = torch.autograd.grad(expected, logits)
     named = distillation(**options, teacher=lambda given: {"logits": teacher_of(given)})
     ways = [(named, batch), (distillation(**options), stored), (distillation(**options), whole)]
+    narrow = with_extra(whole, teacher_ids=whole.extras["teacher_ids"].to(torch.int16))
+    ways.append((distillation(**options), narrow))
     ways += [(distillation(**options, rest="renormalize"), whole), (ways[1][0].looped(), stored)]
     for loss, given in ways:
         found = loss(logits, given).loss

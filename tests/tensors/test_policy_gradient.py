@@ -122,18 +122,28 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @examples(10)
-@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 99))
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float64, torch.bfloat16, torch.float16]),
+)
 def test_loss_and_gradient_are_those_of_the_definition(
-    options: dict[str, Any], lengths: list[int], seed: int
+    options: dict[str, Any], lengths: list[int], seed: int, dtype: torch.dtype
 ) -> None:
-    batch = batch_of(lengths, seed)
+    batch, narrow = batch_of(lengths, seed), {}
+    for name in EXTRAS:
+        value: Any = batch.extras[name]
+        narrow[name] = value.to(dtype)
+    batch = replace(batch, extras={name: each.double() for name, each in narrow.items()})
     logits = flat_logits(batch, seed).double().requires_grad_()
     expected = by_hand(logits, batch, **options)
     (gradient,) = torch.autograd.grad(expected, logits)
+    batch = replace(batch, extras=narrow)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-6
     for way in (policy_gradient(**options), policy_gradient(**options).looped()):
         found = way(logits, batch).loss
-        close(found, expected)
-        close(torch.autograd.grad(found, logits)[0], gradient)
+        close(found, expected, tolerance)
+        close(torch.autograd.grad(found, logits)[0], gradient, tolerance)
 
 
 @examples(30)
@@ -169,6 +179,14 @@ def test_a_ratio_of_sequences_does_not_depend_on_the_cut_or_is_refused(
         ]
         total = total + loss(table[torch.cat(slots)][None], batch).loss
     close(total, loss(table[None], whole).loss)
+
+
+def test_extras_with_more_than_one_number_are_refused() -> None:
+    batch = batch_of([4, 3])
+    column: Any = batch.extras["advantages"]
+    batch = replace(batch, extras={**batch.extras, "advantages": column[..., None]})
+    with pytest.raises(InputError, match=r"'advantages' has entries of shape \(1,\); expected one"):
+        policy_gradient()(flat_logits(batch), batch)
 
 
 def test_shares_and_entropy_are_metrics() -> None:

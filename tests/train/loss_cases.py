@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,7 @@ COLLATOR = Collator(
         "teacher_ids": Extra(aligned="token", dtype=torch.int64, shape=(TOP,)),
     }
 )
+NARROWED = (*TOKEN, "margin", "teacher_log_probs")
 FULL = Collator(extras={"teacher_logits": Extra(aligned="token", dtype=F64, shape=(VOCABULARY,))})
 
 
@@ -75,6 +76,16 @@ def samples_of(lengths: Sequence[int], seed: int = 0, masked: float = 0.3) -> li
             }
         )
     return samples
+
+
+def narrowed(case: Case, samples: list[dict[str, Any]], dtype: torch.dtype) -> Case:
+    """The case with extras of this dtype, to which the samples are rounded."""
+    extras = dict(case.collate.extras)
+    for name in set(NARROWED) & extras.keys():
+        extras[name] = replace(extras[name], dtype=dtype)
+        for sample in samples:
+            sample[name] = torch.as_tensor(sample[name]).to(dtype).double()
+    return replace(case, collate=Collator(extras=extras))
 
 
 class Table(nn.Module):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evenstep import Packed
 from evenstep.demo import Decoder
 from evenstep.tensors import cross_entropy
-from evenstep.train import Distributed, Loss, Runner
+from evenstep.train import Distributed, Loss, Runner, compute_log_probs
 from tests.train.failing import _wrap
 from tests.train.on_ranks import Samples, _work, decoder, run_fed
 from tests.train.running import Plan, steps_of
@@ -136,6 +136,28 @@ def norms(rank: int, size: int, samples: Samples, wraps: list[str]) -> dict[str,
         for wrap in wraps
         for known in (False, True)
     }
+
+
+def evaluated(rank: int, size: int, samples: Samples, wraps: list[str]) -> dict[str, list[Ran]]:
+    """Steps after an evaluation and after scores, before which the model cleared its gradients."""
+    found: dict[str, list[Ran]] = {}
+    for wrap in wraps:
+        model = _wrap(decoder(torch.float64), wrap, size)
+        step: Any = steps_of(Plan("planned", Packed(max_tokens=LIMIT), dp=2), _work(samples))[rank]
+        runner = Runner(
+            model=model, loss=cross_entropy(), collate=COLLATOR, collective=Distributed()
+        )
+        found[wrap] = []
+        for scores in (False, True):
+            _run(model, rank, samples)
+            if scores:
+                compute_log_probs(model, step)
+            else:
+                runner.evaluate([step])
+            model.zero_grad()
+            found[wrap].append(_run(model, rank, samples))
+            model.zero_grad()
+    return found
 
 
 def poisoned(rank: int, size: int, samples: Samples, wraps: list[str]) -> dict[str, list[Ran]]:

@@ -23,7 +23,16 @@ from evenstep import (
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import InputError
 from evenstep.tensors import Collator, Extra, cross_entropy, dpo
-from evenstep.train import Distributed, GroupMean, Runner, SequenceMean, TokenMean
+from evenstep.train import (
+    Constant,
+    Custom,
+    Distributed,
+    FixedLength,
+    GroupMean,
+    Runner,
+    SequenceMean,
+    TokenMean,
+)
 from tests.internals import Layout
 from tests.rank_threads import RankThreads
 from tests.train.on_ranks import wrapped
@@ -41,6 +50,7 @@ SAMPLES = [
     for n in RANDOM.integers(5, 150, 37).tolist()
 ]
 SOURCES = np.arange(len(SAMPLES)) % 3
+NORMALIZATIONS = [TokenMean(), SequenceMean(), FixedLength(50.0), Constant(700.0)]
 
 
 class Thread:
@@ -72,15 +82,16 @@ def one_at_a_time(normalization: Any, chosen: tuple[int, ...]) -> float:
         logits = model(batch)[0, :-1]
         loss = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
         mask = torch.from_numpy(SAMPLES[at]["loss_mask"][1:])
-        each = 1.0 if isinstance(normalization, TokenMean) else 1 / float(mask.sum())
+        each = 1 / float(mask.sum()) if isinstance(normalization, SequenceMean) else 1.0
         total += float((loss * mask).sum()) * each
-        weight += float(mask.sum()) * each
-    return total / weight
+        fixed = isinstance(normalization, FixedLength)
+        weight += normalization.length if fixed else float(mask.sum()) * each
+    return total / (normalization.value if isinstance(normalization, Constant) else weight)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-@pytest.mark.parametrize("normalization", [TokenMean(), SequenceMean()], ids=repr)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS, ids=repr)
 def test_the_loss_is_that_of_one_sample_at_a_time(
     layout: Layout, ranks: int, normalization: Any
 ) -> None:
@@ -113,6 +124,15 @@ def test_the_loss_is_that_of_one_sample_at_a_time(
     if isinstance(normalization, TokenMean):
         tokens = sum(int(sample["loss_mask"][1:].sum()) for sample in SAMPLES)
         assert results[0].denominators == {"loss_tokens": tokens}
+
+
+def test_sources_need_a_denominator_that_is_the_sum_of_weights() -> None:
+    halves = Custom("halves", lambda batch: batch.loss_weights, lambda batch: batch.loss_tokens / 2)
+    stream = PlannedStream(SAMPLES, Recipe(layout=Packed(max_tokens=300)), shuffle=False)
+    runner = Runner(model=decoder(), loss=cross_entropy(), normalization=halves)
+    assert runner.evaluate(stream).loss > 0
+    with pytest.raises(InputError, match=r"is not the sum of its weights.*leave sources out"):
+        runner.evaluate(stream, SOURCES)
 
 
 # Dropout, mixed precision, shared prefixes, fully_shard -------------------------------------------

@@ -256,6 +256,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "no soft cap": lambda model: setattr(model.config, "cap", None),
     "the cap of a part": lambda model: setattr(model.config.text_config, "cap", 3.0),
     "a scale": lambda model: setattr(model, "scale", 0.3),
+    "an integer": lambda model: setattr(model, "times", 3),
+    "a switch": lambda model: setattr(model, "halved", True),
+    "a word": lambda model: setattr(model, "unit", "half"),
+    "a tensor": lambda model: setattr(model, "tensor", torch.tensor(0.4, dtype=F64)),
+    "a tensor in place": lambda model: model.tensor.fill_(0.3),
     "a buffer": lambda model: model.factor.fill_(0.2),
     "loaded": lambda model: model.load_state_dict(
         {**model.state_dict(), "factor": torch.tensor(0.1, dtype=F64)}
@@ -273,11 +278,13 @@ class Configured(Model):
         super().__init__()
         part = SimpleNamespace(cap=None, to_dict=dict)
         self.config = SimpleNamespace(cap=5, text_config=part)
-        self.scale = 2.0
+        self.scale, self.times, self.halved, self.unit = 2.0, 1, False, "one"
+        self.tensor = torch.tensor(1.0, dtype=F64)
         self.register_buffer("factor", torch.tensor(1.0, dtype=F64))
 
     def forward(self, batch: Any) -> Tensor:
-        logits = super().forward(batch) * self.scale * self.factor
+        logits = super().forward(batch) * self.scale * self.factor * self.times * self.tensor
+        logits = logits / ({"one": 1, "half": 2}[self.unit] * (1 + self.halved))
         for cap in (self.config.text_config.cap, self.config.cap):
             if cap is not None:
                 return torch.tanh(logits / cap) * cap
@@ -331,6 +338,17 @@ def test_weights_after_the_last_layer_are_noticed() -> None:
     model.after = lambda logits: logits * model.factor
     with pytest.raises(ConfigError, match="weights after its last layer"):
         run_step(batches_of(), model, cross_entropy(head="model"))
+
+
+def test_a_weight_after_the_last_layer_that_is_unfrozen_later_is_noticed() -> None:
+    model = Model()
+    model.last_scale = nn.Linear(1, 1, bias=False).double().requires_grad_(False)
+    model.after = lambda logits: logits * model.last_scale.weight
+    runner = Runner(model=model, loss=cross_entropy(head="model"))
+    runner.run(batches_of())
+    model.last_scale.requires_grad_()
+    with pytest.raises(ConfigError, match="weights after its last layer"):
+        runner.run(batches_of())
 
 
 def test_a_compiled_model_and_a_layer_with_an_adapter_keep_their_logits() -> None:

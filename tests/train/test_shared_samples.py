@@ -40,12 +40,16 @@ from evenstep.data import Feed, InMemory
 from evenstep.errors import ConfigError, EvenstepError, InputError, PlanError
 from evenstep.tensors import (
     Batch,
+    Collator,
+    Extra,
     PerSequence,
     attention,
     cross_entropy,
+    dpo,
     load_balancing,
     policy_gradient,
     restore_tokens,
+    reward_model,
     shard_sequence,
 )
 from evenstep.testing import run_ranks
@@ -61,7 +65,7 @@ from evenstep.train import (
     compute_log_probs,
 )
 from tests.forests import VOCABULARY, forest
-from tests.internals import Block, StreamPosition, errors_of_parameters, model_head
+from tests.internals import ELSEWHERE, Block, StreamPosition, errors_of_parameters, model_head
 from tests.shared_plans import plan_of_cells, share_samples
 from tests.train.on_ranks import wrapped
 from tests.train.processes import run_processes
@@ -257,6 +261,27 @@ def test_checkpointed_models_exchange_again(kind: str) -> None:
     for _, ours in on_threads(model, plan, samples, cross_entropy):
         ours = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in ours.items()}
         assert max(errors_of_parameters(ours, expected).values()) <= 1e-12
+
+
+@pytest.mark.parametrize("loss", [dpo(reference=False), reward_model()])
+def test_losses_of_pairs_are_refused_on_all_ranks(loss: Any) -> None:
+    """Also where each rank has a part of both sequences: the last token of a part is not that of
+    the sequence."""
+    both = {"group": Extra(aligned="sequence"), "chosen": Extra(aligned="sequence")}
+    samples = [{"input_ids": [1 + n] * 8, "group": 0, "chosen": n} for n in range(2)]
+    recipe = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2))
+    first = [(0, 0, 4, -1), (1, 0, 4, -1)]
+    second = [(0, 4, 4, ELSEWHERE), (1, 4, 4, ELSEWHERE)]
+    plan = plan_of_cells(make_plan([8, 8], recipe), [[first], [second]])
+
+    def run(ranks: Any) -> str:
+        batches = [Collator(extras=both)(micro, samples) for micro in plan[0, ranks.rank]]
+        options: Any = {"normalization": SequenceMean(), "collective": ranks}
+        with pytest.raises(InputError, match="a loss of pairs cannot run"):
+            Runner(model=decoder(), loss=loss, **options).run(batches)
+        return "refused"
+
+    assert run_ranks(2, run) == ["refused"] * 2
 
 
 def test_autocast_shares_samples() -> None:

@@ -29,6 +29,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "unused": (WORK.samples,),
         "denominators": (WORK.samples, ["plain", "ddp", *SHARDED], NAMES),
         "norms": (WORK.samples, ["plain", "ddp", *SHARDED]),
+        "evaluated": (WORK.samples, ["plain", "ddp", *SHARDED]),
         "poisoned": (WORK.samples, ["plain", "ddp", "fsdp"]),
         "scaled": (WORK.samples, ["plain", "ddp", "fsdp"]),
     }
@@ -87,6 +88,17 @@ def test_the_norm_is_that_of_the_whole_gradient_on_every_rank(ran: list[dict[str
     for found in ran:
         for key, each in found["norms"].items():
             assert each.norm == pytest.approx(norm, rel=1e-9), key
+
+
+def test_the_model_clears_gradients_after_evaluations_and_scores(
+    ran: list[dict[str, Any]],
+) -> None:
+    gradient = exact()
+    for found in ran:
+        for key, steps in found["evaluated"].items():
+            for each in steps:
+                assert not each.error, f"{key}: {each.error}"
+                assert distance(each.gradient, gradient) < 1e-12, key
 
 
 def test_steps_that_are_not_finite_are_named_or_skipped_on_all_ranks(

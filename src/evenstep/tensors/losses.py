@@ -362,8 +362,15 @@ def scores_of(
 
 
 def _extra(view: View, counts: Tensor, name: str) -> Tensor:
-    """An extra at the slots that predict its tokens, 0 where there is no label."""
-    return torch.where(counts, view.ahead(name), 0.0)
+    """An extra at the slots that predict its tokens, 0 where there is no label; in float32 or
+    wider, because differences of 16-bit log-probs would be rounded."""
+    values = view.ahead(name)
+    if values.ndim > 1:
+        raise InputError(
+            f"the extra {name!r} has entries of shape {tuple(values.shape[1:])}; expected one "
+            f"number per token or per sequence. Remove the dimensions of size 1."
+        )
+    return torch.where(counts, wide(values), 0.0)
 
 
 def cross_entropy(
@@ -695,7 +702,7 @@ def _top(view: View, counts: Tensor) -> tuple[Tensor, Tensor]:
             f"shape {tuple(known.shape)}; expected k integers and k log-probs per token. Declare "
             f"both with shape=(k,), and the ids with dtype=torch.int64."
         )
-    return wide(known), torch.where(counts[:, None], ids, 0)
+    return wide(known), torch.where(counts[:, None], ids, 0).long()
 
 
 def _at_top(known: Tensor, ids: Tensor, student: Tensor, rest: Rest) -> tuple[Tensor, Tensor]:

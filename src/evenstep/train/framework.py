@@ -358,7 +358,7 @@ def end_forward(model: Any) -> None:
 def reshard(model: Any) -> None:
     """Drop gathered parameters of fully_shard, which are copies of the shards. Also those of a
     root whose forward raised, which `FSDPModule.reshard` keeps."""
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, FSDPModule):
             for group in _groups_of(module._get_fsdp_state()):
                 group._to_sharded()

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -147,6 +148,7 @@ class Heads:
         self._model, self._forward, self._must = model, forward, must
         self._may = able and (must or is_plain(forward))
         self._vocabulary = 0
+        self._found: ModelHead | None = None  # in this step
         if self._may:
             getter = getattr(unwrapped(model), "get_output_embeddings", None)
             weight = getattr(None if getter is None else getter(), "weight", None)
@@ -207,8 +209,11 @@ class Heads:
         return answer.hidden if len(losses) == len(functions) else answer.outputs, losses
 
     def _find(self) -> ModelHead | None:
+        if self._found is not None:
+            return self._found
         head, name = ModelHead.of(self._model, self._forward), type(unwrapped(self._model)).__name__
         if isinstance(head, ModelHead):
+            self._found = head
             return head
         if self._must:
             why = head or "it has no get_output_embeddings() that returns one"
@@ -227,20 +232,25 @@ class Heads:
 
 def _settings(model: Any, layer: nn.Module) -> tuple[Any, ...]:
     """What changes if the model is told to do something else with its logits: numbers of its
-    configuration, its own ones and functions, its buffers and frozen weights, hooks."""
+    configuration, its own ones, texts and functions, its buffers and frozen weights, hooks; and
+    which of all weights are trained, because those behind the last layer may be."""
     config = getattr(model, "config", None)
     named = dict(getattr(config, "__dict__", {}))
     parts = [vars(each) for each in named.values() if hasattr(each, "to_dict")]
     every = [pair for each in (named, *parts) for pair in each.items()]
-    settings = [(name, value) for name, value in every if isinstance(value, int | float | None)]
-    for name, value in vars(model).items():
-        if value is None or isinstance(value, float):
+    settings: list[tuple[str, object]] = [
+        (name, value) for name, value in every if isinstance(value, int | float | None)
+    ]
+    own = {name: value for name, value in vars(model).items() if name != "training"}
+    for name, value in own.items():
+        if isinstance(value, Number | str | None):
             settings.append((name, value))
         elif callable(value):
             settings.append((name, id(value)))
-    tensors = [*model._buffers.values(), *model._parameters.values()]
-    frozen = [(id(t), t._version) for t in tensors if t is not None and not t.requires_grad]
-    return (*settings, *frozen, *layer._forward_hooks, *model._forward_hooks)
+    tensors = [*own.values(), *model._buffers.values(), *model._parameters.values()]
+    frozen = [(id(t), t._version) for t in tensors if isinstance(t, Tensor) and not t.requires_grad]
+    trained = tuple(parameter.requires_grad for parameter in model.parameters())
+    return (*settings, *frozen, *layer._forward_hooks, *model._forward_hooks, trained)
 
 
 def _read_off(model: Any, forward: Forward, layer: nn.Linear) -> tuple[float, float | None] | str:

@@ -14,6 +14,7 @@ from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
 from evenstep.tensors.losses import count_experts
 from evenstep.train.collectives import Alone, Collective
+from evenstep.train.framework import reshard
 
 _PLAN_TOTALS = (
     "samples", "tokens", "empty", "loss_tokens", "sequences", "groups",
@@ -255,6 +256,9 @@ class SampleWeights(_OfLossTokens):
 class Custom(_OfLossTokens):
     """Weights from a function of the batch; the denominator is their sum or `of_batch`.
 
+    A sample may have several segments (overflow="split", context parallelism, sharing): count
+    samples by the first, `(batch.starts == 0) & (batch.sample_ids >= 0)`.
+
     Weights count where a slot has a label. Set `distance` for a loss on labels further ahead
     (multi-token prediction): the last slots of a prompt have a label two tokens ahead, but none
     one token ahead.
@@ -455,6 +459,7 @@ def expert_frequencies(
             counts, choices = count_experts(outputs, weighted(batch, over), top_k)
         both = torch.cat((counts.flatten(), choices.reshape(1)))
         total, shape = both if total is None else total + both, counts.shape
+    reshard(model)
     if total is None:
         raise InputError("no batches were given. Pass this rank's batches of the step.")
     total = ranks.all_reduce_sum(total).to(total.device)

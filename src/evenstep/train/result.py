@@ -52,7 +52,8 @@ class Kept:
     """By loss: (samples), the sum of the values of each sample."""
     tokens: dict[str, list[Tensor]]
     """By loss: one tensor per sample. Entry i is the value of token i, 0 for the first token and
-    for tokens that do not count or did not run here. Empty with keep="samples"."""
+    for tokens that do not count or did not run here. What a loss of all tokens (`AllTokens`) has
+    at the last token, which predicts none, is in `samples` only. Empty with keep="samples"."""
 
 
 # Metrics of a step beside those of its losses.

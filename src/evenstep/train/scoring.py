@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,13 +38,20 @@ from evenstep.train.checks import (
     exchange_digests,
 )
 from evenstep.train.collectives import Alone, Bundle, Collective, gather_values
-from evenstep.train.framework import Forward, device_of, forward_of
+from evenstep.train.framework import Forward, device_of, forward_of, reshard
 from evenstep.train.model_head import Answer, Heads
-from evenstep.train.normalization import GroupMean, weighted
+from evenstep.train.normalization import (
+    Constant,
+    FixedLength,
+    GroupMean,
+    Normalization,
+    first_tiles,
+    weighted,
+)
 from evenstep.train.prefetch import Prefetch
 from evenstep.train.runner import Runner
 from evenstep.train.sharing import check_sharing
-from evenstep.train.step_loss import StepLoss, compute_losses
+from evenstep.train.step_loss import LossValues, StepLoss, compute_losses
 
 
 class SampleSequence(Protocol):
@@ -324,7 +332,11 @@ def _collated(micro: MicroBatch, samples: Any) -> Batch:
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Eval mode, and each module's own mode again at the end. A plain function has no mode."""
+    """Eval mode, and each module's own mode again at the end. A plain function has no mode.
+
+    The root of fully_shard stays gathered after a forward without backward, and `zero_grad` and
+    clipping of the model would then miss the gradients of its shards.
+    """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     training = [module for module in modules if module.training]
     for module in training:
@@ -334,6 +346,7 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+        reshard(model)
 
 
 # The loss of held-out samples ---------------------------------------------------------------------
@@ -402,10 +415,8 @@ def evaluate(
     values = step_loss.finish(reduced)
     if values.empty:
         raise InputError("no token of these samples counts in the loss. Check their loss masks.")
-    by_source = []
-    for number in range(0 if numbers is None else int(numbers.max()) + 1):
-        over = float(reduced.sums[f"source/{number}/amount"])
-        by_source.append(float(reduced.sums[f"source/{number}/sum"]) / over if over else np.nan)
+    first = next(iter(runner.losses.values())).normalization
+    by_source = [] if numbers is None else _of_sources(reduced, numbers, values, first)
     return Evaluation(
         loss=values.loss,
         losses=values.losses,
@@ -413,6 +424,28 @@ def evaluate(
         sources=by_source,
         metrics={name: float(metric.value) for name, metric in values.metrics.items()},
     )
+
+
+def _of_sources(
+    reduced: Bundle, numbers: Any, values: LossValues, normalization: Normalization
+) -> list[float]:
+    """The loss of each source, divided as that of a step of its samples would be."""
+    count = range(int(numbers.max()) + 1)
+    sums, over = (
+        [float(reduced.sums[f"source/{number}/{name}"]) for number in count]
+        for name in ("sum", "amount")
+    )
+    total = values.denominators[normalization.name]
+    if isinstance(normalization, Constant):
+        over = [total if amount else 0.0 for amount in over]
+    elif not math.isclose(sum(over), total, rel_tol=1e-6):
+        raise InputError(
+            f"sources need what each sample adds to the denominator, but that of "
+            f"{normalization!r}, {total:g}, is not the sum of its weights, {sum(over):g}. Use "
+            f"another normalization, or leave sources out."
+        )
+    pairs = zip(sums, over, strict=True)
+    return [each / amount if amount else np.nan for each, amount in pairs]
 
 
 def _check_groups(counted: list[Groups], ranks: Collective) -> None:
@@ -458,26 +491,31 @@ def _evaluate_batch(
     by_source: dict[str, Tensor] = {}
     if numbers is not None:
         first, loss = next(iter(losses.items()))
-        by_source = _by_source(values[first], weighted(batch, loss.normalization), numbers)
+        by_source = _by_source(values[first], batch, loss.normalization, numbers)
     bundle = step_loss.bundle(sums, amounts, step_loss.scales(), metrics)
     return Bundle({**bundle.sums, **by_source}, bundle.metrics)
 
 
-def _by_source(value: Any, batch: Batch, numbers: Any) -> dict[str, Tensor]:
-    """The sum of the loss and of the weights of the loss tokens of each source."""
+def _by_source(
+    value: Any, batch: Batch, normalization: Normalization, numbers: Any
+) -> dict[str, Tensor]:
+    """The sum of the loss of each source, and what its samples add to the denominator."""
     if not isinstance(value, Sums) or value.by_tile is None:
         raise InputError(
             "sources need the loss of each sequence, but the loss function returned a sum of all. "
             "Return Sums of whole sequences (`PerSequence`), or leave sources out."
         )
-    batch = batch.unshared
+    batch = weighted(batch, normalization).unshared
     real = batch.sample_ids >= 0
-    by_tile = batch.loss_weights.new_zeros(len(real), dtype=torch.float64)
-    by_tile.index_add_(0, batch.segment_ids.flatten(), batch.loss_weights.flatten().double())
+    if isinstance(normalization, FixedLength):
+        by_tile = first_tiles(batch) * float(normalization.length)
+    else:
+        by_tile = batch.loss_weights.new_zeros(len(real), dtype=torch.float64)
+        by_tile.index_add_(0, batch.segment_ids.flatten(), batch.loss_weights.flatten().double())
     source = torch.from_numpy(numbers[batch.sample_ids[real].cpu().numpy()]).to(real.device)
     of_all = torch.zeros(int(numbers.max()) + 1, dtype=torch.float64, device=real.device)
     loss = of_all.index_add(0, source, value.by_sequence.double())
-    amount = of_all.index_add(0, source, by_tile[real])
+    amount = of_all.index_add(0, source, by_tile[real].double())
     named = {"sum": loss, "amount": amount}
     return {
         f"source/{number}/{name}": each

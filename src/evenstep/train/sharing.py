@@ -50,6 +50,8 @@ def check_sharing(
     compared, difference, allowed = False, 0.0, 1.0
     error: Exception | None = None
     try:
+        # On all ranks: it drops gathered parameters, which the forwards of all ranks gather again.
+        locks_step = isinstance(model, torch.nn.Module) and Framework.of(model).locks_step
         item: tuple[MicroBatch, Any] | None = None
         for micro, samples in items:
             pair = halves_of(micro) if between else pair_of(micro)
@@ -59,7 +61,7 @@ def check_sharing(
                 compared = True
                 break
         # Forwards of fully_shard communicate, so ranks that share nothing run some as well.
-        if item is not None and (compared or Framework.of(model).locks_step):
+        if item is not None and (compared or locks_step):
             batch = collate(*item)
             batch = batch if device is None else batch.to(device)
             difference, allowed = difference_of(inner, forward, batch)
