@@ -288,10 +288,8 @@ def context_step(step: Any, collective: Collective) -> Any:
     """The step, or this rank's parts of its samples if its context-parallel ranks are among the
     ranks of the collective."""
     plan = getattr(step, "plan", None)
-    if plan is None or collective.size == plan.num_ranks:
-        return step
-    cp = plan.recipe.topology.cp
-    if collective.size != plan.num_ranks * cp:
+    cp = 1 if plan is None else plan.recipe.topology.cp
+    if cp == 1 or collective.size != plan.num_ranks * cp:
         return step
     if step.batches is not None:
         raise ConfigError(
