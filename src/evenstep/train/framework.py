@@ -29,7 +29,8 @@ HOMES = {
     "peft": "evenstep.integrations.huggingface",
 }
 _MAKERS: dict[str, Callable[[Any], Forward]] = {}
-_PLAIN: WeakSet[Any] = WeakSet()
+PLAIN: WeakSet[Any] = WeakSet()
+"""Forwards that return the model's logits as they are, whatever the batch holds."""
 
 
 def call(model: Any, batch: Any) -> Any:
@@ -38,15 +39,9 @@ def call(model: Any, batch: Any) -> Any:
 
 
 def mark_plain(forward: Forward) -> Forward:
-    """Declare that a forward returns the model's logits as they are, whatever the batch holds. Then
-    a runner may compute losses without them."""
-    _PLAIN.add(forward)
+    """Add a forward to `PLAIN`: a runner may compute losses without its logits."""
+    PLAIN.add(forward)
     return forward
-
-
-def is_plain(forward: Forward) -> bool:
-    """Whether `mark_plain` was called."""
-    return forward in _PLAIN
 
 
 mark_plain(call)
