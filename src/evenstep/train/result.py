@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
@@ -81,11 +81,11 @@ class BatchSegments:
         samples = batch.unshared
         self.tiles = (samples.sample_ids, samples.starts, samples.seqlens, samples.cu_seqlens)
         self.continuation, self.rows, self.width = samples.continuation, batch.rows, batch.width
-        # Where segments see others, what runs: (samples of tiles, lengths, tokens in front).
-        self.shared = None
+        # What runs: (samples of tiles, tokens, tokens that are seen in front of them).
+        behind = torch.zeros_like(batch.seqlens)
         if batch.keys is not None:
             behind = batch.keys.cu_seqlens.diff() - batch.cu_seqlens.diff()
-            self.shared = batch.sample_ids, batch.seqlens, behind
+        self.run = batch.sample_ids, batch.seqlens, behind
         labels = samples.labels  # large, so not kept
         self.labels: Any = (
             int(np.count_nonzero(labels.numpy() != IGNORE_INDEX))
@@ -106,12 +106,10 @@ class BatchSegments:
     @property
     def work(self) -> tuple[float, float, float]:
         """(tokens, squared lengths, segments) that run. Padded rows run at their full width."""
-        length, behind = self.arrays.length.astype(np.float64), 0.0
-        if self.shared is not None:
-            sample, run, in_front = (tensor.cpu().numpy() for tensor in self.shared)
-            length, behind = run[sample >= 0].astype(np.float64), in_front[sample >= 0]
-        elif self.rows > 1 and 0 < len(length) <= self.rows:
-            length = np.full(self.rows, float(self.width))
+        sample, length, behind = (tensor.cpu().numpy() for tensor in self.run)
+        length, behind = length[sample >= 0].astype(np.float64), behind[sample >= 0]
+        if self.rows > 1 and 0 < len(length) <= self.rows and not behind.any():
+            length, behind = np.full(self.rows, float(self.width)), 0
         return float(length.sum()), float((length * (length + 2 * behind)).sum()), len(length)
 
 
@@ -120,28 +118,19 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
 
     Where samples share a prefix: the samples, but the tokens, slots and FLOPs that run.
     """
-    sample, start, length = _joined(each.tiles[:3] for each in ran)
-    predicted = int(length.sum()) - int(np.count_nonzero((start == 0) & (sample >= 0)))
-    behind = np.zeros_like(length)
-    if any(each.shared is not None for each in ran):
-        sample, length, behind = _joined(
-            each.shared or (each.tiles[0], each.tiles[2], torch.zeros_like(each.tiles[2]))
-            for each in ran
-        )
+    columns = zip(*((*each.tiles[:3], *each.run) for each in ran), strict=True)
+    sample, start, length, *run = (torch.cat(column).cpu().numpy() for column in columns)
+    owner, tokens, behind = run
     counts: dict[str, float] = {
-        TOKENS: int(length.sum()),
+        TOKENS: int(tokens.sum()),
         SLOTS: sum(each.rows * each.width for each in ran),
         LABELS: int(sum(each.labels for each in ran)),
-        PREDICTED: predicted,
+        PREDICTED: int(length.sum()) - int(np.count_nonzero((start == 0) & (sample >= 0))),
     }
     if cost is None:
         return counts
-    real = sample >= 0
-    return counts | {FLOPS: float(cost.of_lengths(length[real], behind[real]).sum())}
-
-
-def _joined(tiles: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Iterator[IntArray]:
-    return (torch.cat(column).cpu().numpy() for column in zip(*tiles, strict=True))
+    real = owner >= 0
+    return counts | {FLOPS: float(cost.of_lengths(tokens[real], behind[real]).sum())}
 
 
 class Keeper:
@@ -275,15 +264,22 @@ class Timings:
 
 
 class Stopwatch:
-    """Elapsed seconds inside `with` blocks, accumulated."""
+    """Elapsed seconds inside `with` blocks, accumulated; `mark` is called at both ends of each."""
 
-    seconds = _began = 0.0
+    def __init__(self, mark: Callable[[], Any] | None = None) -> None:
+        self.seconds = self._began = 0.0
+        self._mark = mark
+        self._marks: list[Any] = []  # of the begin and end of each block, in turn
 
     def __enter__(self) -> Self:
         self._began = time.perf_counter()
+        if self._mark is not None:
+            self._marks.append(self._mark())
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._mark is not None:
+            self._marks.append(self._mark())
         self.seconds += time.perf_counter() - self._began
 
 
@@ -296,17 +292,8 @@ class ComputeTime(Stopwatch):
     """
 
     def __init__(self, cuda: bool) -> None:
-        self._cuda, self._mark = cuda, _recorded_event if cuda else time.thread_time
-        self._marks: list[Any] = []  # the begin and end of each block, in turn
-
-    def __enter__(self) -> Self:
-        self._began = time.perf_counter()
-        self._marks.append(self._mark())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._marks.append(self._mark())
-        self.seconds += time.perf_counter() - self._began
+        super().__init__(_recorded_event if cuda else time.thread_time)
+        self._cuda = cuda
 
     def busy(self) -> list[float]:
         """Busy seconds of each block. On a GPU, which runs behind, they are all its seconds."""
