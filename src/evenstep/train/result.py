@@ -175,6 +175,14 @@ class Keeper:
         columns = zip(*(segments.arrays for segments in self._segments), strict=True)
         sample, start, length, _, more = map(np.concatenate, columns)
         ids, row = np.unique(sample, return_inverse=True)
+        ends = np.zeros(len(ids), np.int64)
+        np.maximum.at(ends, row, start + length + more)
+        shared = np.array(sorted(self._shared), np.int64)  # alike on all ranks
+        sizes = np.array([self._shared[each] for each in shared.tolist()], np.int64)
+        parts = np.flatnonzero(np.isin(ids, shared))
+        number = np.searchsorted(shared, ids[parts])
+        ends[parts] = sizes[number]
+        offsets = offsets_of(ends)
         samples = {
             name: torch.zeros(len(ids), dtype=torch.float64).index_add_(
                 0,
@@ -183,14 +191,10 @@ class Keeper:
             )
             for name, values in self._by_tile.items()
         }
-        ends = np.zeros(len(ids), np.int64)
-        np.maximum.at(ends, row, start + length + more)
-        lengths = np.array([self._shared.get(number, -1) for number in ids.tolist()], np.int64)
-        ends = np.where(lengths < 0, ends, lengths)
         # Slot j of a segment predicts token start + j + 1 of its sample.
         count = length - 1 + more
-        target = torch.from_numpy(ranges_of(offsets_of(ends)[row] + start + 1, count))
-        tokens = {}
+        target = torch.from_numpy(ranges_of(offsets[row] + start + 1, count))
+        by_token = {}
         for name, values in self._by_slot.items():
             before = offsets_of(np.array([len(each) for each in values], np.int64))
             first = [
@@ -198,43 +202,33 @@ class Keeper:
             ]
             source = torch.from_numpy(ranges_of(np.concatenate(first), count))
             by_slot = torch.cat(values).cpu()
-            by_token = by_slot.new_zeros(int(ends.sum()))
-            by_token[target] = by_slot[source]
-            tokens[name] = list(by_token.split(ends.tolist()))
-        if self._shared:
-            self._sum_shared(ids, samples, tokens, ranks)
-            here = np.zeros(len(ids), bool)
-            here[row[start == 0]] = True
-            here |= lengths < 0
-            ids, kept = ids[here], np.flatnonzero(here).tolist()
-            samples = {name: values[kept] for name, values in samples.items()}
-            tokens = {name: [values[at] for at in kept] for name, values in tokens.items()}
-        return Kept(ids, samples, tokens)
+            by_token[name] = by_slot.new_zeros(int(offsets[-1]))
+            by_token[name][target] = by_slot[source]
+        here = np.ones(len(ids), bool)
+        if len(shared):
+            mine = ranges_of(offsets[parts], ends[parts])
+            places = ranges_of(offsets_of(sizes)[number], ends[parts])
+            for name in sorted(samples):
+                _sum_over_ranks(samples[name], parts, number, len(shared), ranks)
+                if by_token:
+                    _sum_over_ranks(by_token[name], mine, places, int(sizes.sum()), ranks)
+            here[parts] = np.isin(parts, row[start == 0])
+        chosen = np.flatnonzero(here).tolist()
+        tokens = {name: values.split(ends.tolist()) for name, values in by_token.items()}
+        return Kept(
+            ids[here],
+            {name: values[chosen] for name, values in samples.items()},
+            {name: [values[at] for at in chosen] for name, values in tokens.items()},
+        )
 
-    def _sum_shared(
-        self,
-        ids: IntArray,
-        samples: dict[str, Tensor],
-        tokens: dict[str, list[Tensor]],
-        ranks: Collective,
-    ) -> None:
-        """Sum the values of samples that ranks share over these ranks, in place."""
-        shared = sorted(self._shared)
-        row = {number: at for at, number in enumerate(ids.tolist())}
-        for name in sorted(samples):
-            values = [samples[name][row[n]] if n in row else torch.zeros(()) for n in shared]
-            parts = [each.double().view(1) for each in values]
-            if tokens:
-                nothing = {n: torch.zeros(self._shared[n]) for n in shared if n not in row}
-                parts += [tokens[name][row[n]] if n in row else nothing[n] for n in shared]
-            joined = torch.cat([part.double() for part in parts])
-            sizes = [len(part) for part in parts]
-            summed = ranks.all_reduce_sum(joined).cpu().split(sizes)
-            for at, number in enumerate(shared):
-                if number in row:
-                    samples[name][row[number]] = summed[at][0]
-                    if tokens:
-                        tokens[name][row[number]].copy_(summed[len(shared) + at])
+
+def _sum_over_ranks(
+    values: Tensor, entries: IntArray, places: IntArray, count: int, ranks: Collective
+) -> None:
+    """Sum these entries over ranks, in place; `places` are theirs among the `count` of all."""
+    every = torch.zeros(count, dtype=torch.float64)
+    every[places] = values[entries].double()
+    values[entries] = ranks.all_reduce_sum(every).cpu()[places].to(values.dtype)
 
 
 ANY_CAUSE = (
