@@ -93,6 +93,23 @@ def device_of(model: Any) -> torch.device | None:
     return None if device is not None and device.type == "meta" else device
 
 
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode, without gradients; each module in its own mode again at the end."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []  # or a function
+    training = {module: module.training for module in modules}
+    for module in modules:
+        module.training = False
+    torch.clear_autocast_cache()  # casts of weights before the last update
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        torch.clear_autocast_cache()  # casts without a gradient
+
+
 ASIDE: ContextVar[int] = ContextVar("ASIDE", default=0)
 """How many `undisturbed` are entered: forwards in them are not those of a step."""
 
@@ -100,16 +117,12 @@ ASIDE: ContextVar[int] = ContextVar("ASIDE", default=0)
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
     """Evaluation mode, without gradients, compilation and warnings; everything as before after."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []  # or a function
-    training = {module: module.training for module in modules}
-    devices = {p.device for each in modules[:1] for p in each.parameters()}
-    for module in modules:
-        module.training = False
+    devices = {each.device for each in model.parameters()} if isinstance(model, nn.Module) else ()
     outside = ASIDE.set(ASIDE.get() + 1)
     try:
         with (
+            evaluating(model),
             torch.random.fork_rng(devices=[each.index for each in devices if each.type == "cuda"]),
-            torch.no_grad(),
             # Compiled layers would run neither the attention function again, nor hooks.
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),
@@ -117,10 +130,7 @@ def undisturbed(model: Any) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        for module, mode in training.items():
-            module.training = mode
         ASIDE.reset(outside)
-        torch.clear_autocast_cache()  # casts without a gradient
 
 
 class Framework:
