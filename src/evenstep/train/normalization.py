@@ -12,6 +12,7 @@ from torch import Tensor
 from evenstep.core.text import whole_field
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
+from evenstep.tensors.head import positive
 from evenstep.tensors.losses import count_experts
 from evenstep.train.collectives import Alone, Collective
 
@@ -186,7 +187,7 @@ class Constant(_OfLossTokens):
     value: float
 
     def __post_init__(self) -> None:
-        _positive("value", self.value)
+        positive("value", self.value)
 
     @property
     def name(self) -> str:
@@ -214,7 +215,7 @@ class FixedLength(_OfLossTokens):
     length: float
 
     def __post_init__(self) -> None:
-        _positive("length", self.length)
+        positive("length", self.length)
 
     @property
     def name(self) -> str:
@@ -351,11 +352,6 @@ def _free_name(what: str, name: str) -> None:
             f"the {what} {name!r} has the name of a total of plans. Use another name than "
             f"{', '.join(_PLAN_TOTALS)}."
         )
-
-
-def _positive(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name} must be positive and finite, got {value}.")
 
 
 # Values per tile --------------------------------------------------------------------------------
