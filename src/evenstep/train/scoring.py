@@ -132,7 +132,7 @@ def compute_log_probs(
             compare_plans(step, collective)
         items = step if step.batches is None else step.batches
         if step.batches is None:
-            scorer.check(step, plan, collective or Alone())
+            check_sharing(scorer, step, plan, collective or Alone())
         results = scorer.run(items, collective, scorer.scores)
         if step is samples and not digests:
             restored = restore_ragged(step, results, shifted=True)
@@ -230,7 +230,7 @@ def _score_planned(
     if ranks.size > 1 and (recipe.sharing is not None or divides):
         text = f"{plan.lengths.tolist()} {exchange_digests([*mine.values()])}"
         check_fingerprints(digest_of(text, size=8).hex(), ranks)
-    scorer.check(items, plan, ranks)
+    check_sharing(scorer, items, plan, ranks)
     return _of_all_ranks(plan, mine, scorer.run(items, ranks, scorer.scores), ranks)
 
 
@@ -245,7 +245,7 @@ def _of_all_ranks(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Forwards:
+class Forwards:
     """Forward passes over micro-batches, in evaluation mode."""
 
     model: Any
@@ -254,11 +254,6 @@ class _Forwards:
     device: torch.device | str | None
     prefetch: int
     check_prefixes: bool
-
-    def check(self, items: Iterable[Any], plan: Plan | None, ranks: Collective) -> None:
-        """Compare samples that share a prefix with whole ones, at first use of the model."""
-        if self.check_prefixes:
-            check_sharing(self.model, self.forward, self.collate, self.device, items, plan, ranks)
 
     def run(
         self,
@@ -291,7 +286,7 @@ class _Forwards:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Scorer(_Forwards):
+class _Scorer(Forwards):
     """Computes the scores of batches. `options` are those of `score`."""
 
     heads: Heads
@@ -368,7 +363,7 @@ def evaluate(
     assert runner.forward is not None
     functions = [each.function for each in runner.losses.values()]
     heads = Heads.of_losses(runner.model, runner.forward, functions)
-    forwards = _Forwards(
+    forwards = Forwards(
         model=runner.model,
         collate=runner.collate,
         forward=runner.forward,
@@ -381,18 +376,19 @@ def evaluate(
         if batch.tree is not None:
             check_tree(runner.preprocess)
         if by_group:
-            counted[-1].ran |= counted[-1].check(batch.unshared, micro)
+            counted[-1].check(batch.unshared, micro)
         if batch.exchange is not None:
             check_exchange(batch.exchange, runner.collective, compared=True)
 
     def compute(batch: Batch) -> Bundle:
-        return _evaluate_batch(runner, heads, step_loss, numbers, batch)
+        groups = counted[-1] if by_group else None
+        return _evaluate_batch(runner, heads, step_loss, numbers, groups, batch)
 
     for step in stream:
         step = step if runner.shard else context_step(step, runner.collective)
         compare_plans(step, runner.collective)
         if step.batches is None and runner.shard is None:
-            forwards.check(step, step.plan, runner.collective)
+            check_sharing(runner, step, step.plan, runner.collective)
         counted += [Groups(step, split=False)] if by_group else []
         items = step if step.batches is None else step.batches
         parts = forwards.run(items, runner.collective, compute, check)
@@ -420,7 +416,7 @@ def evaluate(
 
 def _check_groups(counted: list[Groups], ranks: Collective) -> None:
     """Raise on all ranks if a group of a step ran on two of them."""
-    most = max((len(each.ran) for each in counted), default=0)
+    most = max((each.count for each in counted), default=0)
     sizes = gather_values(ranks, [len(counted), most])
     for number in range(int(max(steps for steps, _ in sizes))):
         groups = counted[number] if number < len(counted) else Groups(None, split=False)
@@ -428,14 +424,16 @@ def _check_groups(counted: list[Groups], ranks: Collective) -> None:
 
 
 def _evaluate_batch(
-    runner: Runner, heads: Heads, step_loss: StepLoss, numbers: Any, batch: Batch
-) -> Bundle:
+    runner: Runner, heads: Heads, step_loss: StepLoss, numbers: Any, groups: Groups | None,
+    batch: Batch,
+) -> Bundle:  # fmt: skip
     """The loss sums of one micro-batch, what they are divided by, and both by source."""
-    assert runner.forward is not None
     batch = batch if runner.preprocess is None else runner.preprocess(batch)
     shard: Any = batch if runner.shard is None else runner.shard(batch)
-    amounts = step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
-    losses = runner.losses
+    first = getattr(shard, "rank", 0) == 0  # of the ranks that share the batch
+    if groups is not None:
+        groups.here = first
+    amounts, losses = step_loss.amounts(batch, first), runner.losses
     _, values, metrics = compute_losses(runner, heads, losses, batch, shard, amounts)
     sums: dict[str, Tensor] = {}
     for name, value in values.items():
@@ -444,8 +442,8 @@ def _evaluate_batch(
             sums[name] = value.by_sequence.double().sum()
     by_source: dict[str, Tensor] = {}
     if numbers is not None:
-        first, loss = next(iter(losses.items()))
-        by_source = _by_source(values[first], weighted(batch, loss.normalization), numbers)
+        name, loss = next(iter(losses.items()))
+        by_source = _by_source(values[name], weighted(batch, loss.normalization), numbers)
     bundle = step_loss.bundle(sums, amounts, step_loss.scales(), metrics)
     return Bundle({**bundle.sums, **by_source}, bundle.metrics)
 
