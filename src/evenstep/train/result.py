@@ -81,11 +81,11 @@ class BatchSegments:
         samples = batch.unshared
         self.tiles = (samples.sample_ids, samples.starts, samples.seqlens, samples.cu_seqlens)
         self.continuation, self.rows, self.width = samples.continuation, batch.rows, batch.width
-        # What runs: (samples of tiles, tokens, tokens that are seen in front of them).
-        behind = torch.zeros_like(batch.seqlens)
+        # Where segments see others, what runs: (samples of tiles, lengths, tokens in front).
+        self.shared = None
         if batch.keys is not None:
             behind = batch.keys.cu_seqlens.diff() - batch.cu_seqlens.diff()
-        self.run = batch.sample_ids, batch.seqlens, behind
+            self.shared = batch.sample_ids, batch.seqlens, behind
         labels = samples.labels  # large, so not kept
         self.labels: Any = (
             int(np.count_nonzero(labels.numpy() != IGNORE_INDEX))
@@ -106,10 +106,12 @@ class BatchSegments:
     @property
     def work(self) -> tuple[float, float, float]:
         """(tokens, squared lengths, segments) that run. Padded rows run at their full width."""
-        sample, length, behind = (tensor.cpu().numpy() for tensor in self.run)
-        length, behind = length[sample >= 0].astype(np.float64), behind[sample >= 0]
-        if self.rows > 1 and 0 < len(length) <= self.rows and not behind.any():
-            length, behind = np.full(self.rows, float(self.width)), 0
+        length, behind = self.arrays.length.astype(np.float64), 0.0
+        if self.shared is not None:
+            sample, run, in_front = (tensor.cpu().numpy() for tensor in self.shared)
+            length, behind = run[sample >= 0].astype(np.float64), in_front[sample >= 0]
+        elif self.rows > 1 and 0 < len(length) <= self.rows:
+            length = np.full(self.rows, float(self.width))
         return float(length.sum()), float((length * (length + 2 * behind)).sum()), len(length)
 
 
@@ -118,19 +120,27 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
 
     Where samples share a prefix: the samples, but the tokens, slots and FLOPs that run.
     """
-    columns = zip(*((*each.tiles[:3], *each.run) for each in ran), strict=True)
-    sample, start, length, *run = (torch.cat(column).cpu().numpy() for column in columns)
-    owner, tokens, behind = run
+    tiles: Any = zip(*(each.tiles[:3] for each in ran), strict=True)
+    sample, start, length = (torch.cat(column).cpu().numpy() for column in tiles)
+    predicted = int(length.sum()) - int(np.count_nonzero((start == 0) & (sample >= 0)))
+    behind = np.zeros_like(length)
+    if any(each.shared is not None for each in ran):
+        of_all = (
+            each.shared or (each.tiles[0], each.tiles[2], torch.zeros_like(each.tiles[2]))
+            for each in ran
+        )
+        tiles = zip(*of_all, strict=True)
+        sample, length, behind = (torch.cat(column).cpu().numpy() for column in tiles)
     counts: dict[str, float] = {
-        TOKENS: int(tokens.sum()),
+        TOKENS: int(length.sum()),
         SLOTS: sum(each.rows * each.width for each in ran),
         LABELS: int(sum(each.labels for each in ran)),
-        PREDICTED: int(length.sum()) - int(np.count_nonzero((start == 0) & (sample >= 0))),
+        PREDICTED: predicted,
     }
     if cost is None:
         return counts
-    real = owner >= 0
-    return counts | {FLOPS: float(cost.of_lengths(tokens[real], behind[real]).sum())}
+    real = sample >= 0
+    return counts | {FLOPS: float(cost.of_lengths(length[real], behind[real]).sum())}
 
 
 class Keeper:
