@@ -268,12 +268,11 @@ class Timings:
 
 
 class Stopwatch:
-    """Elapsed seconds inside `with` blocks, accumulated; `mark` is called at both ends of each."""
+    """Elapsed seconds inside `with` blocks, accumulated."""
 
-    def __init__(self, mark: Callable[[], Any] | None = None) -> None:
-        self.seconds = self._began = 0.0
-        self._mark = mark
-        self._marks: list[Any] = []  # of the begin and end of each block, in turn
+    seconds = _began = 0.0
+    _mark: Callable[[], Any] | None = None  # called at the begin and the end of each block
+    _marks: list[Any]
 
     def __enter__(self) -> Self:
         self._began = time.perf_counter()
@@ -296,8 +295,8 @@ class ComputeTime(Stopwatch):
     """
 
     def __init__(self, cuda: bool) -> None:
-        super().__init__(_recorded_event if cuda else time.thread_time)
-        self._cuda = cuda
+        self._cuda, self._mark = cuda, _recorded_event if cuda else time.thread_time
+        self._marks = []
 
     def busy(self) -> list[float]:
         """Busy seconds of each block. On a GPU, which runs behind, they are all its seconds."""
