@@ -245,7 +245,7 @@ def _of_all_ranks(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forwards:
+class ForwardPasses:
     """Forward passes over micro-batches, in evaluation mode."""
 
     model: Any
@@ -286,7 +286,7 @@ class Forwards:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Scorer(Forwards):
+class _Scorer(ForwardPasses):
     """Computes the scores of batches. `options` are those of `score`."""
 
     heads: Heads
@@ -363,7 +363,7 @@ def evaluate(
     assert runner.forward is not None
     functions = [each.function for each in runner.losses.values()]
     heads = Heads.of_losses(runner.model, runner.forward, functions)
-    forwards = Forwards(
+    passes = ForwardPasses(
         model=runner.model,
         collate=runner.collate,
         forward=runner.forward,
@@ -391,7 +391,7 @@ def evaluate(
             check_sharing(runner, step, step.plan, runner.collective)
         counted += [Groups(step, split=False)] if by_group else []
         items = step if step.batches is None else step.batches
-        parts = forwards.run(items, runner.collective, compute, check)
+        parts = passes.run(items, runner.collective, compute, check)
         bundles = [Bundle.merge([*bundles, *parts])]
     if not bundles:
         raise InputError("there is no step to evaluate. Pass a stream with at least one sample.")

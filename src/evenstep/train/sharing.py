@@ -23,7 +23,7 @@ from evenstep.train.framework import Forward, Framework, device_of, undisturbed,
 
 if TYPE_CHECKING:
     from evenstep.train.runner import Runner
-    from evenstep.train.scoring import Forwards
+    from evenstep.train.scoring import ForwardPasses
 
 _CHECKED: MutableMapping[Any, list[Collective]] = WeakIdKeyDictionary()
 """The collectives whose ranks have checked a model. Others have to check it again, together."""
@@ -32,7 +32,7 @@ TF32, HALF = 1e-2, 0.1
 
 
 def check_sharing(
-    running: Runner | Forwards,
+    running: Runner | ForwardPasses,
     items: Iterable[tuple[MicroBatch, Any]],
     plan: Plan | None,
     ranks: Collective,
