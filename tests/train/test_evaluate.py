@@ -239,7 +239,7 @@ def test_ranks_that_share_batches_count_each_group_once() -> None:
 
     def evaluate(ranks: Any) -> float:
         context = Context(ranks.rank, 2)
-        divided = {"shard": context.shard, "forward": context.forward}
+        divided: dict[str, Any] = {"shard": context.shard, "forward": context.forward}
         runner = Runner(
             model=decoder(),
             loss=cross_entropy(),
