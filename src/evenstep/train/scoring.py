@@ -401,17 +401,22 @@ def evaluate(
     values = step_loss.finish(reduced)
     if values.empty:
         raise InputError("no token of these samples counts in the loss. Check their loss masks.")
-    by_source = []
-    for number in range(0 if numbers is None else int(numbers.max()) + 1):
-        over = float(reduced.sums[f"source/{number}/amount"])
-        by_source.append(float(reduced.sums[f"source/{number}/sum"]) / over if over else np.nan)
     return Evaluation(
         loss=values.loss,
         losses=values.losses,
         denominators=values.denominators,
-        sources=by_source,
+        sources=[] if numbers is None else _source_losses(reduced, int(numbers.max()) + 1),
         metrics={name: float(metric.value) for name, metric in values.metrics.items()},
     )
+
+
+def _source_losses(reduced: Bundle, count: int) -> list[float]:
+    """The loss of the samples of each source; NaN without any."""
+    losses = []
+    for number in range(count):
+        total, over = (float(reduced.sums[f"source/{number}/{name}"]) for name in ("sum", "amount"))
+        losses.append(total / over if over else np.nan)
+    return losses
 
 
 def _check_groups(counted: list[Groups], ranks: Collective) -> None:
