@@ -23,7 +23,9 @@ from evenstep import (
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import InputError
 from evenstep.tensors import Collator, Extra, cross_entropy, dpo
+from evenstep.testing import run_ranks
 from evenstep.train import (
+    Alone,
     Constant,
     Custom,
     Distributed,
@@ -37,6 +39,7 @@ from tests.internals import Layout
 from tests.rank_threads import RankThreads
 from tests.train.on_ranks import wrapped
 from tests.train.processes import results_of
+from tests.train.running import Context
 
 LAYOUTS = [
     Packed(max_tokens=300),
@@ -246,6 +249,29 @@ def test_pairs_are_evaluated_as_a_mean_over_pairs() -> None:
     whole = SAMPLES[:36]
     expected = np.mean([loss_of(whole[i : i + 2], Padded(samples=2)) for i in range(0, 36, 2)])
     assert loss_of(whole, Packed(max_tokens=400)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_ranks_that_share_batches_count_each_group_once() -> None:
+    extras = {"group": Extra(aligned="sequence", dtype=torch.int64)}
+    groups = np.arange(6) // 2
+    samples = [{**sample, "group": at // 2} for at, sample in enumerate(SAMPLES[:6])]
+    recipe = Recipe(layout=Packed(max_tokens=400), groups="micro_batch", topology=Topology(cp=2))
+    stream = PlannedStream(samples, recipe, groups=groups, shuffle=False)
+
+    def evaluate(ranks: Any) -> float:
+        context = Context(ranks.rank, 2)
+        divided: dict[str, Any] = {"shard": context.shard, "forward": context.forward}
+        runner = Runner(
+            model=decoder(),
+            loss=cross_entropy(),
+            normalization=GroupMean(),
+            collate=Collator(extras=extras),
+            collective=ranks,
+            **(divided if ranks.size > 1 else {}),
+        )
+        return runner.evaluate(stream).loss
+
+    assert run_ranks(2, evaluate) == pytest.approx([evaluate(Alone())] * 2, abs=1e-6)
 
 
 @pytest.mark.parametrize(("budget", "ranks"), [(8, 1), (16, 2)])

@@ -43,6 +43,8 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_sample(token: int, sho
     assert "in micro-batch 0 of 1 of step 0 on rank 0" in caught.value.__notes__[0]
     with pytest.raises(InputError, match=said):
         compute_log_probs(MODEL, samples, recipe)
+    with pytest.raises(InputError, match=said):
+        runner.evaluate(PlannedStream(samples, recipe))
     small = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,

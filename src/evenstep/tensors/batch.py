@@ -288,19 +288,19 @@ class Slots(_Movable):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Copy to a device; `non_blocking` needs pinned memory."""
         moved = _Movable.to(self, device, non_blocking)  # slots have made another class of this
-        if self.device.type == "cpu" != moved.device.type and not moved.labels.is_inference():
+        if self.device.type == "cpu" != moved.device.type:
             for here, there in zip(self._all_labels, moved._all_labels, strict=True):
                 slots = _find_labels(here)
                 slots = slots.pin_memory() if there.device.type == "cuda" else slots
-                _labelled[there] = there._version, slots.to(device, non_blocking=non_blocking)
+                _note(there, slots.to(device, non_blocking=non_blocking))
         return moved
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory of the tensors until `stream`, which did not make them, has used it."""
         _Movable.record_stream(self, stream)
         for labels in self._all_labels:
-            if labels in _labelled:
-                _labelled[labels][1].record_stream(stream)
+            if (slots := _noted(labels)) is not None:
+                slots.record_stream(stream)
 
     @property
     def _all_labels(self) -> list[Tensor]:
@@ -314,8 +314,19 @@ class Slots(_Movable):
         return (self.places.reshape(-1) < self.seqlens[flat]).view_as(self.tokens)
 
 
-_labelled: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakIdKeyDictionary()
-"""Of labels that were copied to a device: their version then, and the slots that have one."""
+_NOTES: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()
+"""Of tensors that were copied to a device: their version then, and what the host knew of them."""
+
+
+def _note(tensor: Tensor, known: Tensor) -> None:
+    if not tensor.is_inference():  # these do not tell when they are changed
+        _NOTES[tensor] = tensor._version, known
+
+
+def _noted(tensor: Tensor) -> Tensor | None:
+    """What `_note` was given, unless the tensor was changed since."""
+    version, known = _NOTES.get(tensor, (None, None))
+    return None if known is None or version != tensor._version else known
 
 
 def _find_labels(labels: Tensor) -> Tensor:
@@ -326,10 +337,8 @@ def labelled_slots(labels: Tensor) -> Tensor:
     """(n) int64: the slots that have a label. The device is not waited for if the labels are those
     of a batch, as `Batch.to` copied them."""
     whole = labels if labels._base is None else labels._base
-    version, slots = _labelled.get(whole, (None, labels))
-    if version is None or version != labels._version or whole.numel() != labels.numel():
-        return _find_labels(labels)
-    return slots
+    slots = _noted(whole) if whole.numel() == labels.numel() else None
+    return _find_labels(labels) if slots is None else slots
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -366,8 +375,7 @@ class Batch(Slots):
             here, there = Boundaries.of(self), Boundaries.of(moved)
             there.kept["one_per_row"], there.kept["full"] = here.one_per_row, self.is_full
             for ends, copied in zip(self._all_ends, moved._all_ends, strict=True):
-                if not copied.is_inference():  # these do not tell when they are changed
-                    _on_host[copied] = copied._version, ends.clone()
+                _note(copied, ends.clone())
         return moved
 
     @property
@@ -663,13 +671,12 @@ class Boundaries:
 
 
 _boundaries: weakref.WeakKeyDictionary[Batch, Boundaries] = weakref.WeakKeyDictionary()
-_on_host = WeakIdKeyDictionary()
 
 
 def on_host(cu_seqlens: Tensor) -> Tensor:
     """The same boundaries on the host, without waiting for the device if a `Batch` brought them."""
-    version, ends = _on_host.get(cu_seqlens, (None, None))
-    return ends if ends is not None and version == cu_seqlens._version else cu_seqlens.cpu()
+    ends = _noted(cu_seqlens)
+    return cu_seqlens.cpu() if ends is None else ends
 
 
 # What losses read ------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -20,7 +20,7 @@ from evenstep.data.source import LOSS_MASKS, check_masks_spelt
 from evenstep.errors import InputError
 from evenstep.planning.kernels import kernel
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, Continuation, Extra, RaggedTensor
-from evenstep.tensors.trees import exchange_of, keys_of, share, whole_samples
+from evenstep.tensors.trees import share, tiles_of, whole_samples
 
 
 @kernel
@@ -326,9 +326,12 @@ class Collator:
 
     def __call__(self, micro: MicroBatch, samples: Samples) -> Batch:
         """The batch of `micro`; `samples[i]` is the whole sample i of the plan."""
+        batch = self._collate(micro, samples)
+        return batch.pin_memory() if self.pin_memory and torch.cuda.is_available() else batch
+
+    def _collate(self, micro: MicroBatch, samples: Samples) -> Batch:
         if micro.segments.shares_slots:
-            whole = replace(self, pin_memory=False)(whole_samples(micro), samples)
-            return self._pinned(share(micro, whole, self.pad_token))
+            return share(micro, self._collate(whole_samples(micro), samples), self.pad_token)
         chosen = [samples[i] for i in micro.segments.sample.tolist()]
         keys = set().union(*chosen)
         if not keys <= {*SAMPLE_KEYS, *self.extras}:
@@ -352,38 +355,18 @@ class Collator:
         continuation = None
         if not columns.whole:
             continuation = self._continue_split(columns, keys, numbers[2], weights, loss_tokens)
-        positions, tiles, labels = torch.from_numpy(numbers).view(3, *shape).unbind()
-        # Per segment -> per tile: the entry -1 of padding is the last one.
-        sample_ids = np.concatenate((micro.segments.sample, (-1,)))[placement.segment]
-        starts = np.concatenate((micro.segments.start, (0,)))[placement.segment]
-        places = None
-        if (behind := micro.segments.behind) is not None:  # other ranks have what is in front
-            before = torch.from_numpy(np.append(behind, 0)[placement.segment])
-            places, positions = positions, positions + before[tiles]
-        batch = Batch(
+        places, tiles, labels = torch.from_numpy(numbers).view(3, *shape).unbind()
+        return Batch(
+            **tiles_of(micro, placement, places, tiles),
             tokens=tokens.view(shape),
             targets=targets.view(shape),
             labels=labels,
-            position_ids=positions,
-            place_ids=places,
-            segment_ids=tiles,
             loss_weights=torch.from_numpy(weights).view(shape),
-            cu_seqlens=torch.from_numpy(placement.offsets.astype(np.int32)),
-            seqlens=torch.from_numpy(np.array(placement.real)),
-            sample_ids=torch.from_numpy(sample_ids),
-            starts=torch.from_numpy(starts),
             loss_tokens=torch.from_numpy(loss_tokens),
             continuation=continuation,
-            max_seqlen=int(placement.slots.max(initial=0)),
             extras=extras,
             aligned={name: extra.aligned for name, extra in self.extras.items()},
-            keys=None if micro.segments.parent is None else keys_of(micro),
-            exchange=None if micro.exchange is None else exchange_of(micro),
         )
-        return self._pinned(batch)
-
-    def _pinned(self, batch: Batch) -> Batch:
-        return batch.pin_memory() if self.pin_memory and torch.cuda.is_available() else batch
 
     def _continue_split(
         self,

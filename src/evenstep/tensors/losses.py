@@ -312,13 +312,13 @@ class PerSequence:
 # Losses of single tokens -----------------------------------------------------------------------
 
 Formulated: TypeAlias = tuple[Tensor, dict[str, Any]]
-"""A loss and metrics (or a `Metric`) per slot, 0 where there is no label."""
+"""A weighted loss, and metrics (or a `Metric`), per slot; 0 where there is no label."""
 
 
 def _per_token(
     formula: Callable[[Tensor, View, Tensor, Tensor], Formulated], **options: Any
 ) -> PerSequence:
-    """The weighted sum of `formula(outputs, view, labels, whether slots have a label)`.
+    """The sum of `formula(outputs, view, labels, whether slots have a label)`.
 
     Its metrics are means over loss tokens. `options` are those of `PerSequence`.
     """
@@ -327,18 +327,13 @@ def _per_token(
         labels = view.labels
         counts = labels != IGNORE_INDEX
         value, metrics = formula(outputs, view, labels, counts)
-        return value * view.loss_weights, _means(metrics, counts)
+        total = counts.sum()
+        return value, {
+            name: each if isinstance(each, Metric) else Metric.mean(each.detach().sum(), total)
+            for name, each in metrics.items()
+        }
 
     return PerSequence(loss, vectorised=True, **options)
-
-
-def _means(metrics: Mapping[str, Any], counts: Tensor) -> dict[str, Metric]:
-    """Values per slot -> their means over loss tokens; a `Metric` stays as it is."""
-    total = counts.sum()
-    return {
-        name: each if isinstance(each, Metric) else Metric.mean(each.detach().sum(), total)
-        for name, each in metrics.items()
-    }
 
 
 def scores_of(
@@ -402,21 +397,19 @@ def cross_entropy(
     at_least_zero("z_loss", z_loss)
     score = scorer(temperature, mean_log_probs=label_smoothing > 0, log_normalizer=z_loss > 0)
 
-    def loss(outputs: Tensor, view: View) -> Outcome:
-        labels, weights = view.labels, view.loss_weights
+    def formula(outputs: Tensor, view: View, labels: Tensor, counts: Tensor) -> Formulated:
+        weights = view.loss_weights
         factors = Factors(weights, log_prob=label_smoothing - 1, mean=-label_smoothing)
         scores = scores_of(score, outputs, view, labels, None if z_loss else factors)
-        value, counts = scores.times(factors), labels != IGNORE_INDEX
+        value = scores.times(factors)
         tokens = Metric.sum(counts.sum())
         metrics: dict[str, Any] = {"nll": -scores.log_probs.detach(), "loss_tokens": tokens}
         if z_loss:
             metrics["z_loss"] = z_loss * scores.log_normalizer.square()
             value = value + metrics["z_loss"] * weights
-        return value, _means(metrics, counts)
+        return value, metrics
 
-    return PerSequence(
-        loss, vectorised=True, scores_slots=True, takes_hidden=True, head=Head.of(head)
-    )
+    return _per_token(formula, scores_slots=True, takes_hidden=True, head=Head.of(head))
 
 
 Ratio: TypeAlias = Literal["token", "sequence"]
@@ -491,7 +484,7 @@ def policy_gradient(
         if entropy_weight is not None:
             metrics["entropy"] = scores.entropy
             value = value - entropy_weight * scores.entropy
-        return value, metrics
+        return value * view.loss_weights, metrics
 
     return _per_token(formula, scores_slots=True, takes_hidden=True, head=Head.of(head))
 
@@ -518,8 +511,8 @@ def _sequence_mean(values: Tensor, view: View, counts: Tensor) -> Tensor:
 
 def _clipped(
     change: Tensor, view: View, counts: Tensor, low: float, high: float, dual: float | None
-) -> Formulated:
-    """The loss per token; `change`: new over old probability."""
+) -> tuple[Tensor, dict[str, Any]]:
+    """The loss per token and its metrics; `change`: new over old probability."""
     advantage = _extra(view, counts, "advantages")
     clipped = change.clamp(1 - low, 1 + high)
     value = -torch.minimum(change * advantage, clipped * advantage)
@@ -562,7 +555,7 @@ def value_loss(*, clip: float | None = 0.2) -> PerSequence:
             far = (near - target).square()
             metrics["clipped"] = far > error
             error = torch.maximum(error, far)
-        return error / 2, metrics
+        return error / 2 * view.loss_weights, metrics
 
     return _per_token(formula)
 
@@ -622,10 +615,8 @@ def distillation(
             f"reverse_kl (1)."
         )
 
-    def loss(outputs: Tensor, view: View) -> Outcome:
-        labels, top = view.labels, None
-        counts = labels != IGNORE_INDEX
-        logits = _teacher_logits(teacher, view)
+    def formula(outputs: Tensor, view: View, labels: Tensor, counts: Tensor) -> Formulated:
+        top, logits = None, _teacher_logits(teacher, view)
         if logits is None:
             top = _top(view, counts)
 
@@ -639,9 +630,9 @@ def distillation(
 
         options = {"head": view.head, "temperature": temperature}
         value, weighted = compare(outputs, labels, view.loss_weights, divergence_of, **options)
-        return weighted, _means({divergence: value}, counts)
+        return weighted, {divergence: value}
 
-    return PerSequence(loss, vectorised=True, takes_hidden=True, head=Head.of(head))
+    return _per_token(formula, takes_hidden=True, head=Head.of(head))
 
 
 def _divergence(t: Tensor, s: Tensor, which: Divergence, beta: float) -> Tensor:

@@ -204,12 +204,11 @@ def shard_boundaries(shard: BatchShard) -> tuple[Boundaries, BatchExchange]:
     micro = MicroBatch(
         mine, np.array([0, len(mine)]), slots, lengths[mine.sample], exchange=exchange
     )
-    keys, exchanged = keys_of(micro), exchange_of(micro)
-    assert exchanged is not None
+    exchanged = exchange_of(micro)
     offsets = torch.from_numpy(offsets_of(mine.length).astype(np.int32)).to(shard.device)
     bounds = Boundaries(shard.rows, shard.width, offsets, int(mine.length.max()))
-    if keys is not None:
-        keys, received = keys.to(shard.device), sum(exchanged.received)
+    if mine.parent is not None:
+        keys, received = keys_of(micro).to(shard.device), sum(exchanged.received)
         bounds = bounds.seeing(keys.slots, keys.cu_seqlens, keys.max_seqlen, received)
     return bounds, exchanged.to(shard.device)
 

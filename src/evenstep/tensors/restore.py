@@ -22,18 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.core.layout import place
-from evenstep.core.plan import MicroBatch, Plan
-from evenstep.core.ragged import (
-    IntArray,
-    Segments,
-    offsets_of,
-    own_segments,
-    ranges_of,
-    rounded_up,
-    sample_name,
-)
-from evenstep.core.recipe import Topology
+from evenstep.core.plan import MicroBatch, Plan, samples_of
+from evenstep.core.ragged import IntArray, offsets_of, ranges_of, sample_name
 from evenstep.core.step import Step
 from evenstep.core.text import one_of
 from evenstep.data.feed import FedMicroBatch
@@ -147,21 +137,20 @@ def restore_sequences(
     [1.0, 2.0, 3.0]
     """
     origin = Origin.of(work)
-    numbers, chosen = origin.choose(results)
-    own = own_segments(origin.parents, len(origin.segments))
-    offsets = offsets_of(own.astype(np.int64))[origin.segment_offsets]
-    segments = origin.segments.take(np.flatnonzero(own))
-    for number, result in zip(numbers.tolist(), chosen, strict=True):
-        expected = int(offsets[number + 1] - offsets[number])
-        if not isinstance(result, Tensor) or result.shape[:1] != (expected,):
+    chosen = origin.choose(results)
+    samples, lengths = [], []
+    for key, micro, result in chosen:
+        own = np.flatnonzero(micro.own)
+        if not isinstance(result, Tensor) or result.shape[:1] != (len(own),):
             shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise InputError(
-                f"{origin.describe(number)} has {expected} segments, but its result is {shape}. "
-                f"Return one entry per segment, ({expected}, ...)."
+                f"{origin.describe(key, micro)} has {len(own)} segments, but its result is "
+                f"{shape}. Return one entry per segment, ({len(own)}, ...)."
             )
-    values = origin.join(numbers, chosen)
-    at = ranges_of(offsets[numbers], np.diff(offsets)[numbers])  # the segment of each value
-    sample = segments.sample[at]
+        samples.append(micro.segments.sample[own])
+        lengths.append(micro.segments.length[own])
+    values = origin.join(chosen, [result for *_, result in chosen])
+    sample, length = origin.rows_of(np.concatenate(samples)), np.concatenate(lengths)
     counts = np.bincount(sample, minlength=len(origin.lengths))
     if combine is None and counts.max(initial=0) > 1:
         split = int(counts.argmax())
@@ -171,7 +160,7 @@ def restore_sequences(
         )
     entry = (-1, *(1,) * (values.ndim - 1))
     if combine == "mean":
-        share = segments.length[at] / np.bincount(sample, segments.length[at])[sample]
+        share = length / np.bincount(sample, length)[sample]
         values = values if values.is_floating_point() else values.float()
         values = values * torch.from_numpy(share).to(values).view(entry)
     index = torch.from_numpy(sample).to(values.device)
@@ -187,43 +176,29 @@ def restore_sequences(
 # Where results come from -----------------------------------------------------------------------
 
 
+Chosen: TypeAlias = tuple[Key | int, MicroBatch, Any]
+"""The key of a micro-batch of a plan or its number among others, the micro-batch, its result."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Micro-batches as flat arrays, in the order of their results.
+    """The micro-batches that results come from, and the samples that are restored.
 
-    Row i of the restored tensor is sample `sample_ids[i]`; `segments.sample` holds row numbers.
-    The rows are all samples of a plan, or the samples of one rank in ascending order of id.
+    Row i of the restored tensor is sample `sample_ids[i]`: all samples of a plan, or those of one
+    rank.
     """
 
     work: Work
-    sample_ids: IntArray  # per sample, ascending
-    lengths: IntArray  # per sample, its whole length
-    segments: Segments
-    ends: IntArray  # per segment, the end of its sample after truncation
-    row_offsets: IntArray
-    micro_offsets: IntArray
-    widths: IntArray  # per micro-batch
-    alignments: IntArray  # per micro-batch
-    topology: Topology | None  # that the micro-batches were planned for, if known
-    parents: IntArray | None  # per segment, as in `Plan.parents`
+    plan: Plan | None  # of the work, if known
+    micros: Sequence[MicroBatch]  # empty for a plan, which makes those that it is asked for
+    sample_ids: IntArray  # ascending
+    lengths: IntArray  # of whole samples
 
     @classmethod
     def of(cls, work: Work) -> Origin:
         """The origin of the results of a plan, a step or micro-batches."""
         if isinstance(work, Plan):
-            return cls(
-                work,
-                np.arange(len(work.lengths)),
-                work.lengths,
-                work.segments,
-                work.ends(work.segments.sample),
-                work.row_offsets,
-                work.micro_offsets,
-                work.widths,
-                np.full(work.num_micro_batches, work.recipe.topology.alignment),
-                work.recipe.topology,
-                work.parents,
-            )
+            return cls(work, work, (), np.arange(len(work.lengths)), work.lengths)
         items: Sequence[Any] = work.read_micro_batches if isinstance(work, Step) else work
         micros = [item.micro if isinstance(item, FedMicroBatch) else item for item in items]
         for item in micros:
@@ -232,34 +207,15 @@ class Origin:
                     f"expected a Plan, a Step or a sequence of micro-batches, got a sequence with "
                     f"a {type(item).__name__}."
                 )
-        segments = [micro.segments for micro in micros]
-        ids, sample = np.unique(_join(s.sample for s in segments), return_inverse=True)
+        ids = samples_of(micros)
         lengths = np.zeros(len(ids), np.int64)
-        lengths[sample] = _join(micro.sample_lengths for micro in micros)
-        start, length = _join(s.start for s in segments), _join(s.length for s in segments)
-        numbers = [(micro.rows, micro.width, micro.alignment) for micro in micros]
-        rows, widths, alignments = np.array(numbers, np.int64).reshape(-1, 3).T
-        return cls(
-            work,
-            ids,
-            lengths,
-            Segments(sample, start, length),
-            _join(micro.sample_ends for micro in micros),
-            offsets_of(_join(micro.row_offsets[1:] - micro.row_offsets[:-1] for micro in micros)),
-            offsets_of(rows),
-            widths,
-            alignments,
-            work.plan.recipe.topology if isinstance(work, Step) and work.plan else None,
-            _parents_of(segments),
-        )
+        for micro in micros:
+            lengths[np.searchsorted(ids, micro.segments.sample)] = micro.sample_lengths
+        return cls(work, work.plan if isinstance(work, Step) else None, micros, ids, lengths)
 
-    def __len__(self) -> int:
-        return len(self.widths)
-
-    @property
-    def segment_offsets(self) -> IntArray:
-        """First segment of each micro-batch, followed by the number of segments."""
-        return self.row_offsets[self.micro_offsets]
+    def rows_of(self, samples: IntArray) -> IntArray:
+        """The row of each of these samples."""
+        return np.searchsorted(self.sample_ids, samples)
 
     def scatter(
         self, results: Results, firsts: IntArray, total: int, pad: float, shifted: bool,
@@ -268,120 +224,93 @@ class Origin:
         """Copy the result of token j of sample i to entry `firsts[i] + j` of `total`."""
         if sharding is not None:
             one_of("sharding", sharding, Sharding)
-        numbers, chosen = self.choose(results)
-        rows, widths = np.diff(self.micro_offsets)[numbers], self.widths[numbers]
-        shapes = zip(rows.tolist(), widths.tolist(), strict=True)
-        whole = [
-            self._whole(number, shape, result, sharding).flatten(0, 1)
-            for number, shape, result in zip(numbers.tolist(), shapes, chosen, strict=True)
-        ]
-        values = self.join(numbers, whole)
-        source, here, sample = self._first_entries(numbers, rows * widths)
-        segments, device = self.segments.take(here), values.device
-        segments = Segments(sample, segments.start, segments.length)
-        target, length = firsts[segments.sample] + segments.start, segments.length
+        chosen = self.choose(results)
+        whole = [self._whole(*each, sharding).flatten(0, 1) for each in chosen]
+        values = self.join(chosen, whole)
+        columns = [entries_of(micro) for _, micro, _ in chosen]
+        slot, sample, start, length, end = np.concatenate(columns, axis=1)
+        before = offsets_of(np.array([len(each) for each in whole]))[:-1]
+        source = slot + np.repeat(before, [column.shape[1] for column in columns])
+        target = firsts[self.rows_of(sample)] + start
         flat = values.new_full((total, *values.shape[1:]), pad)
         if shifted:
             # log-probs [of b, of c, none] of tokens [a, b, c] -> [0, of b, of c]
-            flat.index_fill_(0, torch.from_numpy(target).to(device), 0)
-            continues = segments.start + length < self.ends[here]
-            target, length = target + 1, length - 1 + continues
+            flat.index_fill_(0, torch.from_numpy(target).to(values.device), 0)
+            target, length = target + 1, length - 1 + (start + length < end)
         read, written = (
-            torch.from_numpy(ranges_of(first, length)).to(device) for first in (source, target)
+            torch.from_numpy(ranges_of(first, length)).to(values.device)
+            for first in (source, target)
         )
         return flat.index_copy_(0, written, values.index_select(0, read))
 
-    def _first_entries(
-        self, numbers: IntArray, slots: IntArray
-    ) -> tuple[IntArray, IntArray, IntArray]:
-        """Where segments begin in the results of these micro-batches, end to end, which they are,
-        and of which sample: a segment that samples share appears once for each of them.
-
-        Two micro-batches of 8 and 4 slots: the first segment of the second one begins at entry 8.
-        """
-        before = np.full(len(self), -1)
-        before[numbers] = offsets_of(slots)[:-1]
-        micro = np.repeat(np.arange(len(self)), np.diff(self.segment_offsets))  # of each segment
-        row = np.repeat(np.arange(len(self.row_offsets) - 1), np.diff(self.row_offsets))
-        # Segments laid end to end over all rows; in its row, one begins where those before it end.
-        end = offsets_of(rounded_up(self.segments.length, self.alignments[micro]))
-        in_row = end[:-1] - end[self.row_offsets[row]]
-        first = before[micro] + (row - self.micro_offsets[micro]) * self.widths[micro] + in_row
-        here = owner = np.flatnonzero(before[micro] >= 0)
-        if self.parents is not None:
-            owner, path = paths_of(self.parents)
-            chosen = (own_segments(self.parents, len(row)) & (before[micro] >= 0))[owner]
-            owner, here = owner[chosen], path[chosen]
-        return first[here], here, self.segments.sample[owner]
-
     def _whole(
-        self, number: int, shape: tuple[int, int], result: Result, sharding: Sharding | None
+        self, key: Key | int, micro: MicroBatch, result: Result, sharding: Sharding | None
     ) -> Tensor:
         """Result of one micro-batch, (rows, width, ...), joined over ranks."""
+        rows, width = shape = micro.rows, micro.width
         if isinstance(result, Tensor):
             if result.shape[:2] != shape:
                 raise InputError(
-                    f"{self.describe(number)} has shape {shape}, but its result has shape "
+                    f"{self.describe(key, micro)} has shape {shape}, but its result has shape "
                     f"{tuple(result.shape)}. Return (rows, width, ...), padding included."
                 )
             return result
-        rows, width = shape
         size = max(len(result), 1)
         share = (rows, width // size)
         if not len(result) or width % size or any(each.shape[:2] != share for each in result):
             raise InputError(
-                f"{self.describe(number)} has shape {shape}, but its results per rank have shapes "
-                f"{[tuple(each.shape) for each in result]}. Pass {share} from each context- "
+                f"{self.describe(key, micro)} has shape {shape}, but its results per rank have "
+                f"shapes {[tuple(each.shape) for each in result]}. Pass {share} from each context- "
                 f"or sequence-parallel rank."
             )
         if size == 1:
             return result[0]
-        if (sharding or self._planned_sharding(number, size)) == "sequence":
+        sharding = sharding or self._planned_sharding(size)
+        if sharding is None:
+            raise InputError(
+                f"the results of {self.describe(key, micro)} come from {size} ranks, and its plan "
+                f"does not say how they share a batch. Set sharding='context' or 'sequence' "
+                f"(`shard.sharding`)."
+            )
+        if sharding == "sequence":
             return join_sequence(result)
-        offsets = self.row_offsets[self.micro_offsets[number] :][: rows + 1]
-        lengths = self.segments.length[offsets[0] : offsets[-1]]
-        placed = place(lengths, offsets - offsets[0], width, int(self.alignments[number]))
-        return join_context(result, torch.from_numpy(placed.offsets))
+        return join_context(result, torch.from_numpy(micro.placement.offsets))
 
-    def _planned_sharding(self, number: int, size: int) -> Sharding:
-        """How the topology of the plan shards a batch over `size` ranks."""
+    def _planned_sharding(self, size: int) -> Sharding | None:
+        """How the topology of the plan shards a batch over `size` ranks, if it says so."""
         planned: dict[Sharding, int] = {}
-        if self.topology is not None:
-            sequence = self.topology.tp if self.topology.sequence_parallel else 1
-            planned = {"context": self.topology.cp, "sequence": sequence}
+        if self.plan is not None:
+            topology = self.plan.recipe.topology
+            sequence = topology.tp if topology.sequence_parallel else 1
+            planned = {"context": topology.cp, "sequence": sequence}
         possible: list[Sharding] = [name for name, ranks in planned.items() if ranks == size]
-        if len(possible) == 1:
-            return possible[0]
-        raise InputError(
-            f"the results of {self.describe(number)} come from {size} ranks, and its plan does not "
-            f"say how they share a batch. Set sharding='context' or 'sequence' (`shard.sharding`)."
-        )
+        return possible[0] if len(possible) == 1 else None
 
-    def join(self, numbers: IntArray, results: Sequence[Tensor]) -> Tensor:
+    def join(self, chosen: Sequence[Chosen], results: Sequence[Tensor]) -> Tensor:
         """The results end to end; raises if their entries differ."""
         first = results[0]
         kind = first.dtype, first.device, first.shape[1:]
-        for number, result in zip(numbers.tolist(), results, strict=True):
+        for (key, micro, _), result in zip(chosen, results, strict=True):
             if (result.dtype, result.device, result.shape[1:]) != kind:
                 raise InputError(
-                    f"the result of {self.describe(number)} has {result.dtype} entries of shape "
-                    f"{tuple(result.shape[1:])} on {result.device}, but the first result has "
+                    f"the result of {self.describe(key, micro)} has {result.dtype} entries of "
+                    f"shape {tuple(result.shape[1:])} on {result.device}, but the first result has "
                     f"{first.dtype} entries of shape {tuple(first.shape[1:])} on {first.device}. "
                     f"All results must have the same dtype, device and entry shape."
                 )
         return torch.cat(list(results))
 
-    def choose(self, results: Sequence[Any] | Mapping[Key, Any]) -> tuple[IntArray, list[Any]]:
-        """The micro-batch numbers and results to restore from; empty micro-batches are skipped."""
+    def choose(self, results: Sequence[Any] | Mapping[Key, Any]) -> list[Chosen]:
+        """The micro-batches to restore from and their results; empty ones are skipped."""
         if isinstance(results, Mapping):
-            numbers, values = [self._number(key) for key in results], list(results.values())
+            micros, values = self._of_keys(results), list(results.values())
         else:
-            numbers, values = list(range(len(self))), list(results)
-            if len(values) != len(self):
+            micros, values = self._every(), list(results)
+            if len(values) != len(micros):
                 keyed = ", or a mapping from (step, rank, position) to some of them"
                 raise InputError(
-                    f"expected {len(self)} results, one for each micro-batch of {self._name}, got "
-                    f"{len(values)}. Pass one for each, empty ones "
+                    f"expected {len(micros)} results, one for each micro-batch of {self._name}, "
+                    f"got {len(values)}. Pass one for each, empty ones "
                     f"included{keyed if isinstance(self.work, Plan) else ''}."
                 )
         if not values:
@@ -389,28 +318,41 @@ class Origin:
                 "no results were given, so their dtype is unknown. Pass the result of at least "
                 "one micro-batch, which may be empty."
             )
-        counts = np.diff(self.segment_offsets)[numbers]
-        kept = np.flatnonzero(counts).tolist() or [0]
-        return np.array(numbers, np.int64)[kept], [values[at] for at in kept]
+        chosen = [(key, micro, each) for (key, micro), each in zip(micros, values, strict=True)]
+        return [each for each in chosen if not each[1].is_empty] or chosen[:1]
 
-    def _number(self, key: Key) -> int:
-        """The micro-batch with this key."""
+    def _every(self) -> list[tuple[Key | int, MicroBatch]]:
+        """All micro-batches with their keys or numbers, in order."""
+        if not isinstance(self.work, Plan):
+            return list(enumerate(self.micros))
+        return [
+            ((step, rank, position), micro)
+            for step, cells in enumerate(self.work)
+            for rank, cell in enumerate(cells)
+            for position, micro in enumerate(cell)
+        ]
+
+    def _of_keys(self, keys: Iterable[Key]) -> list[tuple[Key | int, MicroBatch]]:
+        """The micro-batches of a plan with these keys."""
         plan = self.work
         if not isinstance(plan, Plan):
             raise InputError(
                 f"results of {self._name} were passed as a mapping, which requires a Plan. Pass a "
                 f"sequence with one result for each micro-batch."
             )
-        step, rank, position = key
-        if 0 <= step < plan.num_steps and 0 <= rank < plan.num_ranks:
-            first, end = plan.cell_offsets[step * plan.num_ranks + rank :][:2].tolist()
-            if 0 <= position < end - first:
-                return int(first + position)
-        raise InputError(
-            f"the key (step {step}, rank {rank}, position {position}) is not in the plan of "
-            f"{plan.num_steps} steps on {plan.num_ranks} ranks. Position p is "
-            f"plan[step, rank][p]."
-        )
+        cells: dict[tuple[int, int], list[MicroBatch]] = {}
+        for step, rank, position in keys:
+            if 0 <= step < plan.num_steps and 0 <= rank < plan.num_ranks:
+                cells[step, rank] = cells.get((step, rank)) or plan[step, rank]
+            if not 0 <= position < len(cells.get((step, rank), ())):
+                raise InputError(
+                    f"the key (step {step}, rank {rank}, position {position}) is not in the plan "
+                    f"of {plan.num_steps} steps on {plan.num_ranks} ranks. Position p is "
+                    f"plan[step, rank][p]."
+                )
+        return [
+            ((step, rank, position), cells[step, rank][position]) for step, rank, position in keys
+        ]
 
     @property
     def _name(self) -> str:
@@ -418,19 +360,15 @@ class Origin:
             return f"step {self.work.number}"
         return "the plan" if isinstance(self.work, Plan) else "the rank"
 
-    def describe(self, number: int) -> str:
+    def describe(self, key: Key | int, micro: MicroBatch) -> str:
         """'micro-batch 2 of step 0 on rank 1 (samples 4, 7, ...)'"""
-        where = f"micro-batch {number}"
-        if isinstance(self.work, Plan):
-            plan = self.work
-            cell = int(np.searchsorted(plan.cell_offsets, number, side="right")) - 1
-            step, rank = divmod(cell, plan.num_ranks)
-            where = f"micro-batch {number - plan.cell_offsets[cell]} of step {step} on rank {rank}"
-        elif isinstance(self.work, Step):
-            where += f" of {self._name}"
-        first, end = self.segment_offsets[number : number + 2].tolist()
-        names = [self.name_of(row) for row in self.segments.sample[first:end][:4]]
-        names += ["..."] if end - first > 4 else []
+        if isinstance(key, tuple):
+            where = "micro-batch {2} of step {0} on rank {1}".format(*key)
+        else:
+            where = f"micro-batch {key}"
+            where += f" of {self._name}" if isinstance(self.work, Step) else ""
+        samples = micro.segments.sample.tolist()
+        names = [sample_name(sample) for sample in samples[:4]] + ["..."] * (len(samples) > 4)
         return f"{where} ({'samples ' + ', '.join(names) if names else 'empty'})"
 
     def name_of(self, row: int) -> str:
@@ -438,14 +376,17 @@ class Origin:
         return sample_name(int(self.sample_ids[row]))
 
 
-def _parents_of(segments: list[Segments]) -> IntArray | None:
-    """The parents of the segments of several micro-batches, counted from the first of all."""
-    if not any(each.shares_slots for each in segments):
-        return None
-    first = offsets_of(np.array([len(each) for each in segments]))[:-1]
-    parents = [np.full(len(s), -1) if s.parent is None else s.parent for s in segments]
-    return _join(np.where(p < 0, -1, p + at) for p, at in zip(parents, first, strict=True))
+def entries_of(micro: MicroBatch) -> IntArray:
+    """(5, segments): the slot, sample, start and length of each segment, and the end of its sample.
 
-
-def _join(arrays: Iterable[IntArray]) -> IntArray:
-    return np.concatenate([np.empty(0, np.int64), *arrays])
+    A segment that samples share appears once for each of them.
+    """
+    segments, placement = micro.segments, micro.placement
+    slot = placement.offsets[:-1][placement.segment >= 0]
+    here = owner = np.arange(len(segments))
+    if segments.parent is not None and segments.shares_slots:
+        owner, here = paths_of(np.maximum(segments.parent, -1))
+        own = micro.own[owner]
+        owner, here = owner[own], here[own]
+    sample, end = segments.sample[owner], micro.sample_ends[owner]
+    return np.stack((slot[here], sample, segments.start[here], segments.length[here], end))

@@ -13,11 +13,13 @@ that use it.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from evenstep.core.layout import Placement
 from evenstep.core.plan import MicroBatch
 from evenstep.core.ragged import IntArray, Segments, offsets_of, ranges_of, seen_before, sum_by
 from evenstep.errors import InputError
@@ -69,12 +71,11 @@ def whole_samples(micro: MicroBatch) -> MicroBatch:
     )
 
 
-def keys_of(micro: MicroBatch) -> Keys | None:
+def keys_of(micro: MicroBatch) -> Keys:
     """The keys of each tile: what its segment sees in front of itself, then its own slots with
-    their padding. None if no segment sees another one."""
+    their padding."""
     segments, placement, exchange = micro.segments, micro.placement, micro.exchange
-    if segments.parent is None:
-        return None
+    assert segments.parent is not None
     tiles = np.flatnonzero(placement.segment >= 0)
     tails = np.flatnonzero(placement.segment < 0)
     segment, path = paths_of(np.maximum(segments.parent, -1))
@@ -106,12 +107,10 @@ def keys_of(micro: MicroBatch) -> Keys | None:
     )
 
 
-def exchange_of(micro: MicroBatch) -> BatchExchange | None:
-    """What this rank exchanges in the wave of a micro-batch, by slot; None if the wave shares no
-    sample between ranks."""
+def exchange_of(micro: MicroBatch) -> BatchExchange:
+    """What this rank exchanges in the wave of a micro-batch, by slot."""
     exchange, placement = micro.exchange, micro.placement
-    if exchange is None:
-        return None
+    assert exchange is not None
     first = placement.offsets[:-1][placement.segment >= 0]
     length = micro.segments.length[exchange.sent]
     sent = sum_by(exchange.sent_to, length, exchange.ranks)
@@ -128,6 +127,34 @@ def exchange_of(micro: MicroBatch) -> BatchExchange | None:
     )
 
 
+def tiles_of(
+    micro: MicroBatch, placement: Placement, places: Tensor, segment_ids: Tensor
+) -> dict[str, Any]:
+    """Where the segments of a micro-batch lie, and what they see: fields of its `Batch`.
+
+    `places` and `segment_ids` are those of slots, (rows, width).
+    """
+    segments, behind, positions = micro.segments, micro.segments.behind, places
+    # Per segment -> per tile: the entry -1 of padding is the last one.
+    sample_ids = np.concatenate((segments.sample, (-1,)))[placement.segment]
+    starts = np.concatenate((segments.start, (0,)))[placement.segment]
+    if behind is not None:
+        before = np.concatenate((behind, (0,)))[placement.segment]
+        positions = places + torch.from_numpy(before)[segment_ids]
+    return {
+        "position_ids": positions,
+        "place_ids": None if behind is None else places,
+        "segment_ids": segment_ids,
+        "cu_seqlens": torch.from_numpy(placement.offsets.astype(np.int32)),
+        "seqlens": torch.from_numpy(np.array(placement.real)),
+        "sample_ids": torch.from_numpy(sample_ids),
+        "starts": torch.from_numpy(starts),
+        "max_seqlen": int(placement.slots.max(initial=0)),
+        "keys": None if behind is None else keys_of(micro),
+        "exchange": None if micro.exchange is None else exchange_of(micro),
+    }
+
+
 def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
     """The batch of `micro`, whose `whole_samples` are collated in `samples`."""
     segments, placement = micro.segments, micro.placement
@@ -141,33 +168,19 @@ def share(micro: MicroBatch, samples: Batch, pad_token: int) -> Batch:
     tree = Tree(samples=samples, slots=slots)
     number = np.repeat(np.arange(len(placement.real)), placement.slots)  # the tile of each slot
     place = np.arange(micro.slots) - placement.offsets[number]
-    # Per segment -> per tile: the entry -1 of padding is the last one.
-    sample_ids = np.append(segments.sample, -1)[placement.segment]
-    starts = np.append(segments.start, 0)[placement.segment]
-    behind = np.append(np.where(segments.parent == -1, 0, segments.start), 0)[placement.segment]
-    leaves = np.zeros(len(placement.real), bool)
-    leaves[tiles] = own
-    loss_tokens = torch.zeros(len(leaves), dtype=torch.int64)
-    loss_tokens[torch.from_numpy(leaves)] = samples.loss_tokens
+    loss_tokens = torch.zeros(len(placement.real), dtype=torch.int64)
+    loss_tokens[torch.from_numpy(tiles[own])] = samples.loss_tokens
     shape, weights = (1, micro.width), samples.loss_weights.flatten()
     loss_weights = weights.new_zeros(micro.width)
+    of_slots = (torch.from_numpy(each).view(shape) for each in (place, number))
     batch = Batch(
+        **tiles_of(micro, placement, *of_slots),
         tokens=tree.of_slots(samples.tokens, micro.width, pad_token),
         targets=tree.of_slots(samples.targets, micro.width, IGNORE_INDEX),
         labels=tree.of_slots(samples.labels, micro.width, IGNORE_INDEX),
-        position_ids=torch.from_numpy(place + behind[number]).view(shape),
-        place_ids=torch.from_numpy(place).view(shape),
-        segment_ids=torch.from_numpy(number).view(shape),
         loss_weights=loss_weights.index_add_(0, tree.slots, weights).view(shape),
-        cu_seqlens=torch.from_numpy(placement.offsets.astype(np.int32)),
-        seqlens=torch.from_numpy(np.array(placement.real)),
-        sample_ids=torch.from_numpy(sample_ids),
-        starts=torch.from_numpy(starts),
         loss_tokens=loss_tokens,
-        max_seqlen=int(placement.slots.max()),
         tree=tree,
-        keys=keys_of(micro),
-        exchange=exchange_of(micro),
     )
     _check_equal(tree, batch.tokens, samples.tokens, "tokens")
     labels = torch.where(

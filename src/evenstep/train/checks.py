@@ -128,19 +128,24 @@ class Groups:
 
     def __init__(self, step: Step | None, split: bool) -> None:
         self.split = split
-        self.prepared: set[int] = set()
+        self.ids: set[int] = set()
         """The groups of this rank's micro-batches so far."""
-        self.ran: set[int] = set()
-        """Those of them that ran."""
+        self.here = True
+        """False if another rank counts them, which shares its batches with this one."""
         self._planned: dict[int, int] = {}  # sample -> group in the plan of the step
         groups = None if step is None or step.plan is None else step.plan.groups
         if step is not None and step.sample_ids is not None and groups is not None:
             self._planned = dict(zip(step.sample_ids.tolist(), groups.tolist(), strict=True))
 
-    def check(self, batch: Batch, micro: MicroBatch | None) -> set[int]:
-        """The groups that are counted in this batch; raises if one is in two micro-batches."""
+    @property
+    def count(self) -> int:
+        """The groups that this rank counts."""
+        return len(self.ids) if self.here else 0
+
+    def check(self, batch: Batch, micro: MicroBatch | None) -> None:
+        """Note the groups that are counted in this batch; raises if one is in two micro-batches."""
         if "group_tokens" in batch.aligned:
-            return set()
+            return
         planned = self._planned
         if micro is not None and micro.groups is not None:
             planned = dict(zip(micro.segments.sample.tolist(), micro.groups.tolist(), strict=True))
@@ -152,23 +157,23 @@ class Groups:
             )
         ids = group_ids(batch)
         groups = set(ids[batch.loss_tokens > 0].unique().tolist())
-        again = sorted(self.prepared & groups)
+        again = sorted(self.ids & groups)
         if again:
             raise InputError(
                 f"group {again[0]} is in two micro-batches of this rank, but GroupMean counts a "
                 f"group's tokens per micro-batch. {_KEEP_GROUPS}"
             )
-        self.prepared |= groups
+        self.ids |= groups
         if groups and planned:
             _compare(batch.sample_ids.tolist(), ids.tolist(), planned)
-        return groups
 
     def check_ranks(self, most: int, ranks: Collective) -> None:
-        """Raise on all ranks if a group ran on two of them; `most` groups ran on one rank."""
+        """Raise on all ranks if two of them count a group; `most` is the largest `count`."""
         if not most:
             return
-        floats = any(isinstance(group, float) for group in self.ran)
-        ids = torch.tensor(sorted(self.ran), dtype=torch.float64 if floats else torch.int64)
+        floats = any(isinstance(group, float) for group in self.ids)
+        mine = sorted(self.ids) if self.here else []
+        ids = torch.tensor(mine, dtype=torch.float64 if floats else torch.int64)
         padded = [*ids.view(torch.int64).tolist(), *[0] * (most - len(ids))]
         owner: dict[int, int] = {}
         for rank, (count, *groups) in enumerate(gather_values(ranks, [len(ids), *padded])):
@@ -288,9 +293,8 @@ def context_step(step: Any, collective: Collective) -> Any:
     """The step, or this rank's parts of its samples if its context-parallel ranks are among the
     ranks of the collective."""
     plan = getattr(step, "plan", None)
-    if plan is None or collective.size == plan.num_ranks:
+    if plan is None or (cp := plan.recipe.topology.cp) == 1:
         return step
-    cp = plan.recipe.topology.cp
     if collective.size != plan.num_ranks * cp:
         return step
     if step.batches is not None:

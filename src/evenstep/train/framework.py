@@ -29,7 +29,8 @@ HOMES = {
     "peft": "evenstep.integrations.huggingface",
 }
 _MAKERS: dict[str, Callable[[Any], Forward]] = {}
-_PLAIN: WeakSet[Any] = WeakSet()
+PLAIN: WeakSet[Any] = WeakSet()
+"""Forwards that return the model's logits as they are, whatever the batch holds."""
 
 
 def call(model: Any, batch: Any) -> Any:
@@ -38,15 +39,9 @@ def call(model: Any, batch: Any) -> Any:
 
 
 def mark_plain(forward: Forward) -> Forward:
-    """Declare that a forward returns the model's logits as they are, whatever the batch holds. Then
-    a runner may compute losses without them."""
-    _PLAIN.add(forward)
+    """Add a forward to `PLAIN`: a runner may compute losses without its logits."""
+    PLAIN.add(forward)
     return forward
-
-
-def is_plain(forward: Forward) -> bool:
-    """Whether `mark_plain` was called."""
-    return forward in _PLAIN
 
 
 mark_plain(call)
@@ -98,6 +93,23 @@ def device_of(model: Any) -> torch.device | None:
     return None if device is not None and device.type == "meta" else device
 
 
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode, without gradients; each module in its own mode again at the end."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []  # or a function
+    training = {module: module.training for module in modules}
+    for module in modules:
+        module.training = False
+    torch.clear_autocast_cache()  # casts of weights before the last update
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        torch.clear_autocast_cache()  # casts without a gradient
+
+
 ASIDE: ContextVar[int] = ContextVar("ASIDE", default=0)
 """How many `undisturbed` are entered: forwards in them are not those of a step."""
 
@@ -105,16 +117,12 @@ ASIDE: ContextVar[int] = ContextVar("ASIDE", default=0)
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
     """Evaluation mode, without gradients, compilation and warnings; everything as before after."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []  # or a function
-    training = {module: module.training for module in modules}
-    devices = {p.device for each in modules[:1] for p in each.parameters()}
-    for module in modules:
-        module.training = False
+    devices = {each.device for each in model.parameters()} if isinstance(model, nn.Module) else ()
     outside = ASIDE.set(ASIDE.get() + 1)
     try:
         with (
+            evaluating(model),
             torch.random.fork_rng(devices=[each.index for each in devices if each.type == "cuda"]),
-            torch.no_grad(),
             # Compiled layers would run neither the attention function again, nor hooks.
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),
@@ -122,10 +130,7 @@ def undisturbed(model: Any) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        for module, mode in training.items():
-            module.training = mode
         ASIDE.reset(outside)
-        torch.clear_autocast_cache()  # casts without a gradient
 
 
 class Framework:

@@ -32,9 +32,9 @@ from evenstep.tensors.head import Head
 from evenstep.tensors.losses import PerSequence, Sums, select_output
 from evenstep.train.framework import (
     ASIDE,
+    PLAIN,
     Forward,
     end_forward,
-    is_plain,
     undisturbed,
     unwrapped,
 )
@@ -146,7 +146,7 @@ class Heads:
 
     def __init__(self, model: Any, forward: Forward, *, able: bool, must: bool) -> None:
         self._model, self._forward, self._must = model, forward, must
-        self._may = able and (must or is_plain(forward))
+        self._may = able and (must or forward in PLAIN)
         self._vocabulary = 0
         self._found: ModelHead | None = None  # in this step
         if self._may:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from evenstep.core.text import whole_field
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard
+from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchShard, View
+from evenstep.tensors.head import positive
 from evenstep.tensors.losses import count_experts
 from evenstep.train.collectives import Alone, Collective
 from evenstep.train.framework import reshard
@@ -150,7 +151,7 @@ class GroupMean(_OfLossTokens):
     def _tokens(self, batch: Batch) -> Tensor:
         """(tiles) float64: loss tokens of the group, at least 1."""
         if "group_tokens" in whole_batch(batch).aligned:
-            return extra_by_tile(batch, "group_tokens").clamp(min=1)
+            return extra_by_tile(batch, "group_tokens").double().clamp(min=1)
         group = group_ids(batch)
         if batch.exchange is not None:  # on all ranks of the wave
             raise InputError(
@@ -187,7 +188,7 @@ class Constant(_OfLossTokens):
     value: float
 
     def __post_init__(self) -> None:
-        _positive("value", self.value)
+        positive("value", self.value)
 
     @property
     def name(self) -> str:
@@ -215,7 +216,7 @@ class FixedLength(_OfLossTokens):
     length: float
 
     def __post_init__(self) -> None:
-        _positive("length", self.length)
+        positive("length", self.length)
 
     @property
     def name(self) -> str:
@@ -249,7 +250,7 @@ class SampleWeights(_OfLossTokens):
 
     def weights(self, batch: Batch) -> Tensor:
         """The weight of the token's sample."""
-        return spread(batch, extra_by_tile(batch, self.extra))
+        return spread(batch, extra_by_tile(batch, self.extra).double())
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,11 +358,6 @@ def _free_name(what: str, name: str) -> None:
         )
 
 
-def _positive(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name} must be positive and finite, got {value}.")
-
-
 # Values per tile --------------------------------------------------------------------------------
 
 
@@ -387,22 +383,20 @@ def spread(batch: Batch, per_tile: Tensor) -> Tensor:
     return torch.where(weights != 0, weights * per_tile[batch.segment_ids], 0.0)
 
 
-def extra_by_tile(batch: Batch, name: str, dtype: torch.dtype | None = torch.float64) -> Tensor:
-    """(tiles): a sequence-aligned extra, 0 for tails; `dtype=None` keeps its dtype."""
+def extra_by_tile(batch: Batch, name: str) -> Tensor:
+    """(tiles): a sequence-aligned extra, 0 for tails."""
     value: Any = batch.extras.get(name)
     if whole_batch(batch).aligned.get(name) != "sequence" or value is None or value.ndim != 1:
         raise InputError(
             f"the normalization needs an extra {name!r} with one number per sequence. Declare it: "
             f"Collator(extras={{{name!r}: Extra(aligned='sequence')}})."
         )
-    real = batch.sample_ids >= 0
-    value = value if dtype is None else value.to(dtype)
-    return value.new_zeros(len(real)).masked_scatter_(real, value)
+    return View.of_all(batch).by_segment(name)
 
 
 def group_ids(batch: Batch) -> Tensor:
     """(tiles): the group of each tile. Raises if the dtype may have rounded group ids."""
-    groups = extra_by_tile(batch, "group", dtype=None)
+    groups = extra_by_tile(batch, "group")
     if groups.is_floating_point():
         exact = 2 / torch.finfo(groups.dtype).eps
         if bool((groups.abs() >= exact).any()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
@@ -121,14 +121,17 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
 
     Where samples share a prefix: the samples, but the tokens, slots and FLOPs that run.
     """
-    sample, start, length = _joined(each.tiles[:3] for each in ran)
+    tiles: Any = zip(*(each.tiles[:3] for each in ran), strict=True)
+    sample, start, length = (torch.cat(column).cpu().numpy() for column in tiles)
     predicted = int(length.sum()) - int(np.count_nonzero((start == 0) & (sample >= 0)))
     behind = np.zeros_like(length)
     if any(each.shared is not None for each in ran):
-        sample, length, behind = _joined(
+        of_all = (
             each.shared or (each.tiles[0], each.tiles[2], torch.zeros_like(each.tiles[2]))
             for each in ran
         )
+        tiles = zip(*of_all, strict=True)
+        sample, length, behind = (torch.cat(column).cpu().numpy() for column in tiles)
     counts: dict[str, float] = {
         TOKENS: int(length.sum()),
         SLOTS: sum(each.rows * each.width for each in ran),
@@ -139,10 +142,6 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
         return counts
     real = sample >= 0
     return counts | {FLOPS: float(cost.of_lengths(length[real], behind[real]).sum())}
-
-
-def _joined(tiles: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Iterator[IntArray]:
-    return (torch.cat(column).cpu().numpy() for column in zip(*tiles, strict=True))
 
 
 class Keeper:
@@ -187,6 +186,14 @@ class Keeper:
         columns = zip(*(segments.arrays for segments in self._segments), strict=True)
         sample, start, length, _, more = map(np.concatenate, columns)
         ids, row = np.unique(sample, return_inverse=True)
+        ends = np.zeros(len(ids), np.int64)
+        np.maximum.at(ends, row, start + length + more)
+        shared = np.array(sorted(self._shared), np.int64)  # alike on all ranks
+        sizes = np.array([self._shared[each] for each in shared.tolist()], np.int64)
+        parts = np.flatnonzero(np.isin(ids, shared))
+        number = np.searchsorted(shared, ids[parts])
+        ends[parts] = sizes[number]
+        offsets = offsets_of(ends)
         samples = {
             name: torch.zeros(len(ids), dtype=torch.float64).index_add_(
                 0,
@@ -195,14 +202,10 @@ class Keeper:
             )
             for name, values in self._by_tile.items()
         }
-        ends = np.zeros(len(ids), np.int64)
-        np.maximum.at(ends, row, start + length + more)
-        lengths = np.array([self._shared.get(number, -1) for number in ids.tolist()], np.int64)
-        ends = np.where(lengths < 0, ends, lengths)
         # Slot j of a segment predicts token start + j + 1 of its sample.
         count = length - 1 + more
-        target = torch.from_numpy(ranges_of(offsets_of(ends)[row] + start + 1, count))
-        tokens = {}
+        target = torch.from_numpy(ranges_of(offsets[row] + start + 1, count))
+        by_token = {}
         for name, values in self._by_slot.items():
             before = offsets_of(np.array([len(each) for each in values], np.int64))
             first = [
@@ -210,43 +213,33 @@ class Keeper:
             ]
             source = torch.from_numpy(ranges_of(np.concatenate(first), count))
             by_slot = torch.cat(values).cpu()
-            by_token = by_slot.new_zeros(int(ends.sum()))
-            by_token[target] = by_slot[source]
-            tokens[name] = list(by_token.split(ends.tolist()))
-        if self._shared:
-            self._sum_shared(ids, samples, tokens, ranks)
-            here = np.zeros(len(ids), bool)
-            here[row[start == 0]] = True
-            here |= lengths < 0
-            ids, kept = ids[here], np.flatnonzero(here).tolist()
-            samples = {name: values[kept] for name, values in samples.items()}
-            tokens = {name: [values[at] for at in kept] for name, values in tokens.items()}
-        return Kept(ids, samples, tokens)
+            by_token[name] = by_slot.new_zeros(int(offsets[-1]))
+            by_token[name][target] = by_slot[source]
+        here = np.ones(len(ids), bool)
+        if len(shared):
+            mine = ranges_of(offsets[parts], ends[parts])
+            places = ranges_of(offsets_of(sizes)[number], ends[parts])
+            for name in sorted(samples):
+                _sum_over_ranks(samples[name], parts, number, len(shared), ranks)
+                if by_token:
+                    _sum_over_ranks(by_token[name], mine, places, int(sizes.sum()), ranks)
+            here[parts] = np.isin(parts, row[start == 0])
+        chosen = np.flatnonzero(here).tolist()
+        tokens = {name: values.split(ends.tolist()) for name, values in by_token.items()}
+        return Kept(
+            ids[here],
+            {name: values[chosen] for name, values in samples.items()},
+            {name: [values[at] for at in chosen] for name, values in tokens.items()},
+        )
 
-    def _sum_shared(
-        self,
-        ids: IntArray,
-        samples: dict[str, Tensor],
-        tokens: dict[str, list[Tensor]],
-        ranks: Collective,
-    ) -> None:
-        """Sum the values of samples that ranks share over these ranks, in place."""
-        shared = sorted(self._shared)
-        row = {number: at for at, number in enumerate(ids.tolist())}
-        for name in sorted(samples):
-            values = [samples[name][row[n]] if n in row else torch.zeros(()) for n in shared]
-            parts = [each.double().view(1) for each in values]
-            if tokens:
-                nothing = {n: torch.zeros(self._shared[n]) for n in shared if n not in row}
-                parts += [tokens[name][row[n]] if n in row else nothing[n] for n in shared]
-            joined = torch.cat([part.double() for part in parts])
-            sizes = [len(part) for part in parts]
-            summed = ranks.all_reduce_sum(joined).cpu().split(sizes)
-            for at, number in enumerate(shared):
-                if number in row:
-                    samples[name][row[number]] = summed[at][0]
-                    if tokens:
-                        tokens[name][row[number]].copy_(summed[len(shared) + at])
+
+def _sum_over_ranks(
+    values: Tensor, entries: IntArray, places: IntArray, count: int, ranks: Collective
+) -> None:
+    """Sum these entries over ranks, in place; `places` are theirs among the `count` of all."""
+    every = torch.zeros(count, dtype=torch.float64)
+    every[places] = values[entries].double()
+    values[entries] = ranks.all_reduce_sum(every).cpu()[places].to(values.dtype)
 
 
 ANY_CAUSE = (
@@ -279,12 +272,18 @@ class Stopwatch:
     """Elapsed seconds inside `with` blocks, accumulated."""
 
     seconds = _began = 0.0
+    _mark: Callable[[], Any] | None = None  # called at the begin and the end of each block
+    _marks: list[Any]
 
     def __enter__(self) -> Self:
         self._began = time.perf_counter()
+        if self._mark is not None:
+            self._marks.append(self._mark())
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._mark is not None:
+            self._marks.append(self._mark())
         self.seconds += time.perf_counter() - self._began
 
 
@@ -298,16 +297,7 @@ class ComputeTime(Stopwatch):
 
     def __init__(self, cuda: bool) -> None:
         self._cuda, self._mark = cuda, _recorded_event if cuda else time.thread_time
-        self._marks: list[Any] = []  # the begin and end of each block, in turn
-
-    def __enter__(self) -> Self:
-        self._began = time.perf_counter()
-        self._marks.append(self._mark())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._marks.append(self._mark())
-        self.seconds += time.perf_counter() - self._began
+        self._marks = []
 
     def busy(self) -> list[float]:
         """Busy seconds of each block. On a GPU, which runs behind, they are all its seconds."""

@@ -238,12 +238,8 @@ class Runner:
                 "on_memory='split' divides micro-batches without regard to other ranks, but "
                 "equal_tokens makes those of a wave equally wide. Leave one of them out."
             )
-        if self.check_prefixes and step.batches is None and self.shard is None:
-            assert self.forward is not None
-            device = device_of(self.model) if self.device is None else self.device
-            check_sharing(
-                self.model, self.forward, self.collate, device, step, step.plan, self.collective
-            )
+        if step.batches is None and self.shard is None:
+            check_sharing(self, step, step.plan, self.collective)
         while True:
             step = self._divided(step) if self._ran_out else step
             items = step if step.batches is None else step.batches
@@ -365,8 +361,6 @@ class Prepared:
     """The event of its copy, for which the model waits; None if there is nothing to wait for."""
     segments: BatchSegments
     micro: MicroBatch | None
-    groups: Collection[int]
-    """Those that GroupMean counts in this batch, unless the plan keeps them in it."""
     born: Collection[float]
     """When each of its samples was created, if they are fed."""
 
@@ -543,9 +537,8 @@ class StepRun:
         if batch.exchange is not None:
             checks.check_exchange(batch.exchange, self.ranks, self.count is not None)
             batch = batch.between(self.ranks)
-        groups: Collection[int] = ()
         if self.groups is not None:
-            groups = self.groups.check(batch.unshared, micro)
+            self.groups.check(batch.unshared, micro)
             if self.runner.preprocess is None:
                 batch = with_group_tokens(batch)
         if self.step_loss.mode == "known" and self.step is not None and self.step.loss_tokens:
@@ -554,7 +547,7 @@ class StepRun:
             self.token_ids.note(batch)
         # Without a named device, batches may be where the model is already.
         here = self.device is None or (self.runner.device is None and self.device == batch.device)
-        ready = Prepared(batch, here, None, BatchSegments(batch), micro, groups, born)
+        ready = Prepared(batch, here, None, BatchSegments(batch), micro, born)
         if not here:
             # If the micro-batch that runs now holds the memory, this one is moved in its turn.
             with suppress(torch.OutOfMemoryError):
@@ -646,8 +639,8 @@ class StepRun:
                 self.sharers = getattr(shard, "size", 1)
                 first = getattr(shard, "rank", 0) == 0  # of the ranks that share the batch
             amounts = self.step_loss.amounts(batch, first)
-            if first and self.groups is not None:
-                self.groups.ran.update(ready.groups)
+            if self.groups is not None:
+                self.groups.here = first
             with self.compute, self.framework.exchange(exchange):
                 self._forward_and_backward(ready, batch, shard, amounts, exchange)
             if self.suspects is not None:
@@ -755,8 +748,8 @@ class StepRun:
             # FLOPs are a mean over ranks: MFU compares with the peak of one rank.
             metrics[name] = Metric.mean(share, 1) if name == result.FLOPS else Metric.sum(share)
         if self.groups is not None:
-            ran = torch.tensor(float(len(self.groups.ran)))
-            metrics[result.GROUPS_MOST] = Metric("max", ran)
+            count = torch.tensor(float(self.groups.count))
+            metrics[result.GROUPS_MOST] = Metric("max", count)
         if self.ranks.size > 1:
             if self.step_loss.mode == "deferred":
                 metrics |= checks.same_on_ranks("constant", self.step_loss.constant)

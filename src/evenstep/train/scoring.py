@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from torch import Tensor, nn
+from torch import Tensor
 
 from evenstep.core.plan import MicroBatch, Plan, on_context_ranks
 from evenstep.core.prefixes import find_prefixes
@@ -38,7 +38,7 @@ from evenstep.train.checks import (
     exchange_digests,
 )
 from evenstep.train.collectives import Alone, Bundle, Collective, gather_values
-from evenstep.train.framework import Forward, device_of, forward_of, reshard
+from evenstep.train.framework import Forward, device_of, evaluating, forward_of, reshard
 from evenstep.train.model_head import Answer, Heads
 from evenstep.train.normalization import (
     Constant,
@@ -52,6 +52,8 @@ from evenstep.train.prefetch import Prefetch
 from evenstep.train.runner import Runner
 from evenstep.train.sharing import check_sharing
 from evenstep.train.step_loss import LossValues, StepLoss, compute_losses
+
+Result = TypeVar("Result")
 
 
 class SampleSequence(Protocol):
@@ -112,13 +114,12 @@ def compute_log_probs(
         model=model,
         collate=_collated if collate is None else collate,
         forward=forward,
-        heads=Heads(model, forward, able=not isinstance(layer, Head), must=layer == "model"),
         device=device_of(model) if device is None else device,
         prefetch=prefetch,
         check_prefixes=check_prefixes,
+        heads=Heads(model, forward, able=not isinstance(layer, Head), must=layer == "model"),
         head=layer if isinstance(layer, Head) else None,
         options={"temperature": temperature, "wanted": wanted},
-        ranks=collective,
     )
     if isinstance(samples, Step):
         step = samples if collective is None else context_step(samples, collective)
@@ -139,8 +140,8 @@ def compute_log_probs(
             compare_plans(step, collective)
         items = step if step.batches is None else step.batches
         if step.batches is None:
-            scorer.check(step, plan, collective or Alone())
-        results = scorer.results(items)
+            check_sharing(scorer, step, plan, collective or Alone())
+        results = scorer.run(items, collective, scorer.scores)
         if step is samples and not digests:
             restored = restore_ragged(step, results, shifted=True)
             return list(restored.values.split(torch.diff(restored.offsets).tolist()))
@@ -237,8 +238,8 @@ def _score_planned(
     if ranks.size > 1 and (recipe.sharing is not None or divides):
         text = f"{plan.lengths.tolist()} {exchange_digests([*mine.values()])}"
         check_fingerprints(digest_of(text, size=8).hex(), ranks)
-    scorer.check(items, plan, ranks)
-    return _of_all_ranks(plan, mine, scorer.results(items), ranks)
+    check_sharing(scorer, items, plan, ranks)
+    return _of_all_ranks(plan, mine, scorer.run(items, ranks, scorer.scores), ranks)
 
 
 def _of_all_ranks(
@@ -252,54 +253,61 @@ def _of_all_ranks(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Scorer:
-    """Forward passes over micro-batches. `options` are those of `score`."""
+class ForwardPasses:
+    """Forward passes over micro-batches, in evaluation mode."""
 
     model: Any
     collate: Callable[[MicroBatch, Any], Batch]
     forward: Forward
-    heads: Heads
     device: torch.device | str | None
     prefetch: int
     check_prefixes: bool
-    head: Head | None
-    """Of the hidden states that the model returns; None if it returns logits."""
-    ranks: Collective | None
-    options: Any
 
-    def check(self, items: Iterable[Any], plan: Plan | None, ranks: Collective) -> None:
-        """Compare samples that share a prefix with whole ones, at first use of the model."""
-        if self.check_prefixes:
-            check_sharing(self.model, self.forward, self.collate, self.device, items, plan, ranks)
-
-    def results(self, items: Iterable[tuple[MicroBatch, Any] | Batch]) -> list[Tensor]:
-        """The scores of each micro-batch, (rows, width) or (rows, width, 2)."""
+    def run(
+        self,
+        items: Iterable[tuple[MicroBatch, Any] | Batch],
+        ranks: Collective | None,
+        compute: Callable[[Batch], Result],
+        check: Callable[[Batch, MicroBatch | None], object] = lambda *_: None,
+    ) -> list[Result]:
+        """What `compute` returns for each batch; `check` gets it before it is moved."""
         token_ids = TokenIds(self.model)
 
         def batches() -> Iterator[Batch]:
             for item in items:
+                micro = None if isinstance(item, Batch) else item[0]
                 batch = item if isinstance(item, Batch) else self.collate(*item)
-                batch = batch if self.ranks is None else batch.between(self.ranks)
+                check(batch, micro)
+                batch = batch if ranks is None else batch.between(ranks)
                 token_ids.note(batch)
                 yield batch if self.device is None else batch.to(self.device, non_blocking=True)
 
-        with (
-            torch.no_grad(),
-            _evaluating(self.model),
-            closing(iter(Prefetch(batches(), self.prefetch))) as prepared,
-        ):
-            torch.clear_autocast_cache()  # casts of weights before the last update
+        prefetch = Prefetch(batches(), self.prefetch)
+        with evaluating(self.model), closing(iter(prefetch)) as prepared:
             try:
-                scores = [self._scores(batch) for batch in prepared]
+                return [compute(batch) for batch in prepared]
             except Exception as error:
                 explained = token_ids.explain(error)
                 if explained is not None:
                     raise explained from error
                 raise
-        torch.clear_autocast_cache()  # casts without a gradient
-        return scores
+            finally:
+                # The root of fully_shard stays gathered after a forward without backward, and
+                # `zero_grad` and clipping of the model would then miss gradients of its shards.
+                reshard(self.model)
 
-    def _scores(self, batch: Batch) -> Tensor:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scorer(ForwardPasses):
+    """Computes the scores of batches. `options` are those of `score`."""
+
+    heads: Heads
+    head: Head | None
+    """Of the hidden states that the model returns; None if it returns logits."""
+    options: Any
+
+    def scores(self, batch: Batch) -> Tensor:
+        """(rows, width), or (rows, width, 2) with entropies."""
         labels = batch.next_tokens  # of all tokens, not only loss tokens
 
         def compute(outputs: Tensor, head: Head | None) -> list[Tensor]:
@@ -328,25 +336,6 @@ def _collated(micro: MicroBatch, samples: Any) -> Batch:
     whole = {i: samples[i] for i in set(micro.segments.sample.tolist())}
     needed = {i: {key: whole[i][key] for key in keys if key in whole[i]} for i in whole}
     return Collator()(micro, needed)
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Eval mode, and each module's own mode again at the end. A plain function has no mode.
-
-    The root of fully_shard stays gathered after a forward without backward, and `zero_grad` and
-    clipping of the model would then miss the gradients of its shards.
-    """
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-        reshard(model)
 
 
 # The loss of held-out samples ---------------------------------------------------------------------
@@ -386,27 +375,36 @@ def evaluate(
     assert runner.forward is not None
     functions = [each.function for each in runner.losses.values()]
     heads = Heads.of_losses(runner.model, runner.forward, functions)
-    device = device_of(runner.model) if runner.device is None else runner.device
-    with torch.no_grad(), _evaluating(runner.model):
-        torch.clear_autocast_cache()  # casts of weights before the last update
-        for step in stream:
-            step = step if runner.shard else context_step(step, runner.collective)
-            compare_plans(step, runner.collective)
-            if runner.check_prefixes and step.batches is None and runner.shard is None:
-                check_sharing(
-                    runner.model, runner.forward, runner.collate, device, step, step.plan,
-                    runner.collective,
-                )  # fmt: skip
-            items = step if step.batches is None else step.batches
-            groups = Groups(step, split=False) if by_group else None
-            counted += [groups] if groups else []
-            prepared = Prefetch(_batches(runner, items, device, groups), runner.prefetch)
-            with closing(iter(prepared)) as batches:
-                parts = [
-                    _evaluate_batch(runner, heads, step_loss, numbers, each) for each in batches
-                ]
-            bundles = [Bundle.merge([*bundles, *parts])]
-    torch.clear_autocast_cache()  # casts without a gradient
+    passes = ForwardPasses(
+        model=runner.model,
+        collate=runner.collate,
+        forward=runner.forward,
+        device=device_of(runner.model) if runner.device is None else runner.device,
+        prefetch=runner.prefetch,
+        check_prefixes=runner.check_prefixes,
+    )
+
+    def check(batch: Batch, micro: MicroBatch | None) -> None:
+        if batch.tree is not None:
+            check_tree(runner.preprocess)
+        if by_group:
+            counted[-1].check(batch.unshared, micro)
+        if batch.exchange is not None:
+            check_exchange(batch.exchange, runner.collective, compared=True)
+
+    def compute(batch: Batch) -> Bundle:
+        groups = counted[-1] if by_group else None
+        return _evaluate_batch(runner, heads, step_loss, numbers, groups, batch)
+
+    for step in stream:
+        step = step if runner.shard else context_step(step, runner.collective)
+        compare_plans(step, runner.collective)
+        if step.batches is None and runner.shard is None:
+            check_sharing(runner, step, step.plan, runner.collective)
+        counted += [Groups(step, split=False)] if by_group else []
+        items = step if step.batches is None else step.batches
+        parts = passes.run(items, runner.collective, compute, check)
+        bundles = [Bundle.merge([*bundles, *parts])]
     if not bundles:
         raise InputError("there is no step to evaluate. Pass a stream with at least one sample.")
     reduced = bundles[0].reduce(runner.collective)
@@ -450,38 +448,24 @@ def _of_sources(
 
 def _check_groups(counted: list[Groups], ranks: Collective) -> None:
     """Raise on all ranks if a group of a step ran on two of them."""
-    most = max((len(each.ran) for each in counted), default=0)
+    most = max((each.count for each in counted), default=0)
     sizes = gather_values(ranks, [len(counted), most])
     for number in range(int(max(steps for steps, _ in sizes))):
         groups = counted[number] if number < len(counted) else Groups(None, split=False)
         groups.check_ranks(int(max(each for _, each in sizes)), ranks)
 
 
-def _batches(
-    runner: Runner, items: Iterable[Any], device: Any, groups: Groups | None
-) -> Iterator[Batch]:
-    for item in items:
-        micro = None if isinstance(item, Batch) else item[0]
-        batch = item if isinstance(item, Batch) else runner.collate(*item)
-        if batch.tree is not None:
-            check_tree(runner.preprocess)
-        if groups is not None:
-            groups.ran |= groups.check(batch.unshared, micro)
-        if batch.exchange is not None:
-            check_exchange(batch.exchange, runner.collective, compared=True)
-            batch = batch.between(runner.collective)
-        yield batch if device is None else batch.to(device, non_blocking=True)
-
-
 def _evaluate_batch(
-    runner: Runner, heads: Heads, step_loss: StepLoss, numbers: Any, batch: Batch
-) -> Bundle:
+    runner: Runner, heads: Heads, step_loss: StepLoss, numbers: Any, groups: Groups | None,
+    batch: Batch,
+) -> Bundle:  # fmt: skip
     """The loss sums of one micro-batch, what they are divided by, and both by source."""
-    assert runner.forward is not None
     batch = batch if runner.preprocess is None else runner.preprocess(batch)
     shard: Any = batch if runner.shard is None else runner.shard(batch)
-    amounts = step_loss.amounts(batch, getattr(shard, "rank", 0) == 0)
-    losses = runner.losses
+    first = getattr(shard, "rank", 0) == 0  # of the ranks that share the batch
+    if groups is not None:
+        groups.here = first
+    amounts, losses = step_loss.amounts(batch, first), runner.losses
     _, values, metrics = compute_losses(runner, heads, losses, batch, shard, amounts)
     sums: dict[str, Tensor] = {}
     for name, value in values.items():
@@ -490,8 +474,8 @@ def _evaluate_batch(
             sums[name] = value.by_sequence.double().sum()
     by_source: dict[str, Tensor] = {}
     if numbers is not None:
-        first, loss = next(iter(losses.items()))
-        by_source = _by_source(values[first], batch, loss.normalization, numbers)
+        name, loss = next(iter(losses.items()))
+        by_source = _by_source(values[name], batch, loss.normalization, numbers)
     bundle = step_loss.bundle(sums, amounts, step_loss.scales(), metrics)
     return Bundle({**bundle.sums, **by_source}, bundle.metrics)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,11 @@ from evenstep.errors import ConfigError
 from evenstep.tensors.batch import Batch
 from evenstep.tensors.losses import select_output
 from evenstep.train.collectives import Collective
-from evenstep.train.framework import Forward, Framework, undisturbed, unwrapped
+from evenstep.train.framework import Forward, Framework, device_of, undisturbed, unwrapped
+
+if TYPE_CHECKING:
+    from evenstep.train.runner import Runner
+    from evenstep.train.scoring import ForwardPasses
 
 _CHECKED: MutableMapping[Any, list[Collective]] = WeakIdKeyDictionary()
 """The collectives whose ranks have checked a model. Others have to check it again, together."""
@@ -28,10 +32,7 @@ TF32, HALF = 1e-2, 0.1
 
 
 def check_sharing(
-    model: Any,
-    forward: Forward,
-    collate: Callable[[MicroBatch, Any], Batch],
-    device: torch.device | str | None,
+    running: Runner | ForwardPasses,
     items: Iterable[tuple[MicroBatch, Any]],
     plan: Plan | None,
     ranks: Collective,
@@ -43,14 +44,18 @@ def check_sharing(
     their prefix; if ranks share samples, the beginning of one sample in two segments. `items` are
     its micro-batches and samples.
     """
-    inner = unwrapped(model)
-    if plan is None or plan.segments.parent is None or _is_checked(inner, ranks):
+    if not running.check_prefixes or plan is None or plan.segments.parent is None:
         return
+    inner, forward = unwrapped(running.model), running.forward
+    if _is_checked(inner, ranks):
+        return
+    assert forward is not None
     between = bool((plan.segments.parent == ELSEWHERE).any())
     compared, difference, allowed = False, 0.0, 1.0
     error: Exception | None = None
     try:
         # On all ranks: it drops gathered parameters, which the forwards of all ranks gather again.
+        model = running.model
         locks_step = isinstance(model, torch.nn.Module) and Framework.of(model).locks_step
         item: tuple[MicroBatch, Any] | None = None
         for micro, samples in items:
@@ -62,7 +67,7 @@ def check_sharing(
                 break
         # Forwards of fully_shard communicate, so ranks that share nothing run some as well.
         if item is not None and (compared or locks_step):
-            batch = collate(*item)
+            batch, device = running.collate(*item), running.device or device_of(running.model)
             batch = batch if device is None else batch.to(device)
             difference, allowed = difference_of(inner, forward, batch)
     except Exception as raised:  # other ranks wait for the sum below

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from evenstep.errors import ConfigError, RankError
+from evenstep.tensors.head import positive
 from evenstep.train.collectives import has_group
 
 _PREFIX = "evenstep/watch"
@@ -56,9 +57,8 @@ class Watch:
         timeout: float = 30.0,
         grace: float = 5.0,
     ) -> None:
-        for name, value in (("timeout", timeout), ("grace", grace)):
-            if not 0 < value < float("inf"):
-                raise ConfigError(f"{name} must be positive and finite, got {value}.")
+        positive("timeout", timeout)
+        positive("grace", grace)
         self._store, self.rank, self.size = _group(store, rank, size, timeout)
         self.timeout, self.grace = timeout, grace
         self._others = [other for other in range(self.size) if other != self.rank]
