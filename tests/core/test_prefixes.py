@@ -155,6 +155,7 @@ make_prefixes: Any = Prefixes
             "shared of prefixes must be a list of whole numbers",
         ),
         (lambda: make_prefixes([0, 1], [0, float("nan")]), "shared of prefixes must be a list"),
+        (lambda: make_prefixes([2**63], [0]), "order of prefixes must be a list of whole numbers"),
         (lambda: make_prefixes(None, None), "order of prefixes must be a list of whole numbers"),
         (lambda: Prefixes.of_groups([0, 0], [1.5, 1.5]), "the prompt lengths must be a list"),
         (lambda: Prefixes.of_groups([0, 0], 3), "the prompt lengths must be a list"),

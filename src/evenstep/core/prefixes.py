@@ -216,21 +216,35 @@ def _samples(input_ids: Sequence[Any] | Ids) -> list[Ids]:
 
 
 def _ids(sample: int, tokens: Any) -> Ids:
-    """The token ids of a sample as an array of integers that 64 bits hold."""
-    try:
-        array = np.asarray(tokens)
-    except (TypeError, ValueError):
-        array = np.empty((0, 0))
-    if array.size == 0 and array.ndim == 1:
-        return np.empty(0, np.int64)
-    # uint64 from 2**63 on would equal negative ids of other samples.
-    large = array.dtype == np.uint64 and (array >= 2**63).any()
-    if array.ndim != 1 or array.dtype.kind not in "iu" or large:
+    """The token ids of a sample as an array of integers."""
+    array = _integers(tokens)
+    if array is None:
         raise InputError(
             f"the token ids of sample {sample} must be a list or an array of integers below 2**63, "
             f"got {short_repr(tokens)}. Pass one list or array per sample."
         )
     return array
+
+
+def whole_numbers(name: str, values: ArrayLike) -> IntArray:
+    """A list of whole numbers as an array; an `InputError` for anything else."""
+    array = _integers(values)
+    if array is None:
+        raise InputError(f"{name} must be a list of whole numbers, got {short_repr(values)}.")
+    return array.astype(np.int64, copy=False)
+
+
+def _integers(values: Any) -> Ids | None:
+    """A list of integers that int64 holds, as an array; None for anything else."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError):
+        return None
+    if array.size == 0 and array.ndim == 1:
+        return np.empty(0, np.int64)
+    # Numbers from 2**63 on would equal negative ones.
+    large = array.dtype == np.uint64 and (array >= 2**63).any()
+    return array if array.ndim == 1 and array.dtype.kind in "iu" and not large else None
 
 
 def _common(one: Ids, other: Ids) -> int:
@@ -280,22 +294,6 @@ def _numbered(name: str, keys: Sequence[Hashable] | NDArray[Any]) -> IntArray:
     if missing:
         raise InputError(f"{name} must have one number or text per sample, got {short_repr(keys)}.")
     return number
-
-
-def whole_numbers(name: str, values: ArrayLike) -> IntArray:
-    """A list of whole numbers as an array; an `InputError` for anything else."""
-    try:
-        array = np.asarray(values)
-        whole = (
-            array.astype(np.int64, copy=False)
-            if array.dtype.kind in "iu" or not array.size
-            else None
-        )
-    except (TypeError, ValueError, OverflowError):
-        array, whole = np.empty((0, 0)), None
-    if whole is None or array.ndim != 1:
-        raise InputError(f"{name} must be a list of whole numbers, got {short_repr(values)}.")
-    return whole
 
 
 def _identity(name: str, value: Any) -> Hashable:
