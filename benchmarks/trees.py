@@ -98,6 +98,14 @@ SETTINGS: list[tuple[str, Callable[[int], Forest], int, Any]] = [
 ]
 
 
+def floor_of(forest: Forest) -> tuple[float, int]:
+    """(the cost of the tokens that differ divided by the ranks, the tokens that could be saved)."""
+    lengths, prefixes = forest
+    nodes = np.maximum(prefixes.shared - 1, 0)
+    unique = COST.of_lengths(lengths[prefixes.order] - nodes, nodes).sum() / RANKS
+    return float(unique), int(nodes.sum())
+
+
 def measure(forest: Forest, sync: Any) -> tuple[float, float, float, int, float]:
     """(time over floor, time without sharing over floor, saving, waves, milliseconds)."""
     lengths, prefixes = forest
@@ -111,24 +119,62 @@ def measure(forest: Forest, sync: Any) -> tuple[float, float, float, int, float]
         begin = time.process_time()
         make_plan(lengths, recipe, prefixes=prefixes)
         seconds.append(time.process_time() - begin)
-    nodes = np.maximum(prefixes.shared - 1, 0)
-    unique = COST.of_lengths(lengths[prefixes.order] - nodes, nodes).sum() / RANKS
-    saved = int(lengths.sum() - plan.tokens.sum()) / int(nodes.sum())
+    unique, possible = floor_of(forest)
+    saved = int(lengths.sum() - plan.tokens.sum()) / possible
     waves = plan.num_micro_batches // RANKS
     time_of = float(step_times(plan).sum())
     return time_of / unique, float(apart) / unique, saved, waves, 1e3 * min(seconds)
 
 
+def token_ids(groups: int) -> list[Any]:
+    """Random tokens of `prompts(groups, 16)(0)`."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 128_000, (groups, 2000))
+    return [
+        np.concatenate((prompt[at // 16], rng.integers(0, 128_000, n - 2000)))
+        for at, n in enumerate(prompts(groups, 16)(0)[0])
+    ]
+
+
+def of_trl(groups: int) -> str:
+    """A row of the table for TRL's batcher: 16 answers to each prompt, one after the other.
+
+    A row of it costs what our model says of its tokens and of the pairs that they attend to.
+    """
+    import torch
+    from trl.experimental.async_grpo.async_grpo_trainer import TokenBudgetBatcher
+    from trl.experimental.async_grpo.packing import TreeRow
+
+    batcher = TokenBudgetBatcher([], RANKS, BUDGET, {})
+    begin, waves = time.process_time(), [[TreeRow() for _ in range(RANKS)]]
+    for at, tokens in enumerate(token_ids(groups)):
+        sample = {
+            "input_ids": torch.from_numpy(tokens),
+            "completion_mask": torch.arange(len(tokens)) >= 2000,
+            "group_id": at // 16,
+        }
+        row = batcher._place(waves[-1], sample)
+        if row is None:
+            waves.append([TreeRow() for _ in range(RANKS)])
+            row = batcher._place(waves[-1], sample)
+        row.add(sample)
+    seconds = time.process_time() - begin
+    computed = np.array([[len(row.tokens) for row in wave] for wave in waves])
+    pairs = np.array([[row.load for row in wave] for wave in waves])
+    work = COST.per_token * computed + COST.per_pair * (2.0 * pairs - computed)
+    forest = prompts(groups, 16)(0)
+    unique, possible = floor_of(forest)
+    saved = (int(forest[0].sum()) - int(computed.sum())) / possible
+    return (
+        f"| TRL: {groups} groups of 16 | 1 | {work.max(axis=1).sum() / unique:.4f} |  "
+        f"| {saved:.4f} | {len(waves)} | {1e3 * seconds:,.0f} |"
+    )
+
+
 def finding() -> list[str]:
     """Nanoseconds per token of `find_prefixes`: 64 groups of 16."""
-    lengths, _ = prompts(64, 16)(0)
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 128_000, (64, 2000))
-    ids = [
-        np.concatenate((prompt[at // 16], rng.integers(0, 128_000, n - 2000)))
-        for at, n in enumerate(lengths)
-    ]
-    rows = []
+    ids, rows = token_ids(64), []
+    total = sum(map(len, ids))
     kinds: dict[str, Any] = {
         "arrays of int64": ids,
         "arrays of int32": [each.astype(np.int32) for each in ids],
@@ -140,7 +186,7 @@ def finding() -> list[str]:
             begin = time.process_time()
             find_prefixes(samples)
             seconds.append(time.process_time() - begin)
-        rows.append(f"| {name} | {1e9 * min(seconds) / int(lengths.sum()):.1f} |")
+        rows.append(f"| {name} | {1e9 * min(seconds) / total:.1f} |")
     return rows
 
 
@@ -167,14 +213,19 @@ def main() -> None:
             f"| {', '.join(map(str, waves))} | {rows[:, 4].mean():.1f} ({rows[:, 4].max():.1f}) |"
         )
         print(lines[-1], flush=True)
+    for groups in (64, 8):
+        lines.append(of_trl(groups))
+        print(lines[-1], flush=True)
     lines += [
         "",
-        "One group of 256 needs its prompt on all eight ranks, which alone takes 1 + 7 x 1,999 / "
-        "(tokens that differ) of the floor.",
+        "One group of 256 needs its prompt of P tokens on all ranks that hold answers. With r "
+        "ranks and U tokens that differ, that takes 8 / r x (1 + (r - 1) x P / U) of the floor: "
+        "more than 1.08 for the seeds 1 and 7.",
         "",
-        "TRL 1.16.0 on the same groups, measured apart: 64 groups on 8 ranks save 3.29x of 3.31x "
-        "possible tokens at a lock-step of 1.186; 8 groups 3.13x of 3.14x at 1.309; 14 to 32 us "
-        "per token to find and pack.",
+        "TRL is the batcher and the rows of `trl.experimental.async_grpo` 1.16.0 on seed 0, with "
+        "groups one after the other. Its milliseconds include finding the prefixes, but not "
+        "packing the rows: both took 14 to 32 us per token, measured apart. Ours do not include "
+        "finding them, which the next table has.",
         "",
         "| `find_prefixes` of | ns per token |",
         "| --- | --- |",

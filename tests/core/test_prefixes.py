@@ -1,5 +1,6 @@
 """Prefixes: what samples share, against its definition."""
 
+import math
 import pickle
 from typing import Any
 
@@ -120,9 +121,11 @@ def prefixes(order: list[int], shared: list[int]) -> Prefixes:
         (lambda: prefixes([1, 0], [0, -1]).check([9, 3]), r"sample 0 cannot share -1 tokens"),
         (lambda: prefixes([1, 0], [1, 1]).check([9, 3]), r"sample 1 cannot share 1 tokens"),
         (lambda: prefixes([0, 1], [0, 2]).check([2, 2], [[1, 2], [1, 3]]), r"0 and 1 .* token 1"),
+        (lambda: prefixes([0, 1], [0, 1]).check([2, 2], [[1, 2]]), r"lengths \[2\], not \[2, 2\]"),
+        (lambda: prefixes([0, 1], [0, 1]).check([2, 3], [[1, 2]] * 2), r"lengths \[2, 2\], not"),
         (lambda: Prefixes.of_groups([1, 1], [2, 3]), r"samples 0 and 1 .* 2 and 3 tokens"),
         (lambda: Prefixes.of_groups([1, 1], [2]), r"2 groups and 1 prompt lengths"),
-        (lambda: find_prefixes([[1], [0.5]]), r"sample 1 must be .* integers, got list"),
+        (lambda: find_prefixes([[1], [0.5]]), r"sample 1 must be .* integers .* got \[0.5\]"),
         (lambda: find_prefixes([[1], [[2]]]), r"sample 1 must be"),
         (lambda: find_prefixes([[1], [[2], [3, 4]]]), r"sample 1 must be"),
         (lambda: find_prefixes([[1], [2]], groups=[1]), r"groups has 1 entries for 2 samples"),
@@ -139,6 +142,8 @@ def test_wrong_prefixes_are_errors_that_name_the_sample(call: Any, message: str)
 
 
 LISTS: Any = [[1], [2]]
+OTHER: Any = 5
+NONE: Any = [None, None]
 make_prefixes: Any = Prefixes
 
 
@@ -150,10 +155,32 @@ make_prefixes: Any = Prefixes
             "shared of prefixes must be a list of whole numbers",
         ),
         (lambda: make_prefixes([0, 1], [0, float("nan")]), "shared of prefixes must be a list"),
+        (lambda: make_prefixes([2**63], [0]), "order of prefixes must be a list of whole numbers"),
         (lambda: make_prefixes(None, None), "order of prefixes must be a list of whole numbers"),
         (lambda: Prefixes.of_groups([0, 0], [1.5, 1.5]), "the prompt lengths must be a list"),
         (lambda: Prefixes.of_groups([0, 0], 3), "the prompt lengths must be a list"),
         (lambda: find_prefixes([[1], [1]], groups=LISTS), "groups must have one number or"),
+        (lambda: find_prefixes([[1], [1]], groups=NONE), "groups must have one number"),
+        (lambda: Prefixes.of_groups(NONE, [3, 3]), "groups must have one number or"),
+        (lambda: Prefixes.of_groups([math.nan] * 2, [3, 3]), "groups must have one number or"),
+        (lambda: find_prefixes([[1], [1]], groups=OTHER), "groups must be a list or an array"),
+        (lambda: find_prefixes([[1], [1]], same=OTHER), "same must map names to one value per"),
+        (
+            lambda: find_prefixes([[1]], same={"x": OTHER}),
+            r"same\['x'\] must be a list or",
+        ),
+        (lambda: find_prefixes(OTHER), "input_ids must hold the token ids of each sample, got 5"),
+        (lambda: find_prefixes(np.array(3)), "input_ids must hold the token ids of each sample"),
+        (lambda: find_prefixes([[1.5, 2.0]]), r"sample 0 must be .* got \[1.5, 2.0\]"),
+        (lambda: find_prefixes([[2**64 - 1], [-1]]), "sample 0 .* integers below 2.*63"),
+        (
+            lambda: make_prefixes([0, 1], [0, 1]).check(OTHER),
+            "lengths of the samples must be",
+        ),
+        (
+            lambda: make_prefixes([0, 1], [0, 1]).take([0.5]),
+            "the samples to take must be a",
+        ),
         (
             lambda: find_prefixes([[1], [1]], same={"x": [[[1, 2], [3]]] * 2}),
             r"same\['x'\] has a list, which cannot be compared",

@@ -112,7 +112,7 @@ class Prefixes:
 
         A sample that is taken twice shares with itself what it shares with others.
         """
-        chosen = np.asarray(samples, np.int64)
+        chosen = whole_numbers("the samples to take", samples)
         order = np.argsort(self.position[chosen], kind="stable")
         shared = np.zeros(len(order), np.int64)
         shared[1:] = self.between(chosen[order][:-1], chosen[order][1:])
@@ -130,7 +130,7 @@ class Prefixes:
 
     def check(self, lengths: ArrayLike, input_ids: Sequence[Any] | Ids | None = None) -> None:
         """Raise if these are no prefixes of samples of these lengths and, if given, tokens."""
-        length = np.asarray(lengths, np.int64)
+        length = whole_numbers("the lengths of the samples", lengths)
         if len(self.order) != len(length) or len(self.shared) != len(length):
             raise InputError(
                 f"prefixes have {len(self.order)} samples and {len(self.shared)} shared lengths "
@@ -139,7 +139,7 @@ class Prefixes:
         if not np.array_equal(np.sort(self.order), np.arange(len(length))):
             raise InputError(
                 f"the order of the prefixes must have each of the samples 0 to {len(length) - 1} "
-                f"once, got {np.sort(self.order)[:8].tolist()} .... Use find_prefixes."
+                f"once, got {short_repr(self.order.tolist())}. Use find_prefixes."
             )
         most = length[self.order]
         most[1:] = np.minimum(most[1:], most[:-1])
@@ -147,13 +147,19 @@ class Prefixes:
         for at in np.flatnonzero((self.shared < 0) | (self.shared > most))[:1].tolist():
             raise InputError(
                 f"sample {self.order[at]} cannot share {self.shared[at]} tokens with the one "
-                f"before it: from 0 to {most[at]} are possible. Correct shared[{at}]."
+                f"before it: from 0 to {most[at]} are possible. Correct shared[{at}], or the "
+                f"length of its prompt."
             )
         if input_ids is not None:
-            self._compare([_ids(sample, ids) for sample, ids in enumerate(input_ids)])
+            self._compare(length, _samples(input_ids))
 
-    def _compare(self, input_ids: list[Ids]) -> None:
+    def _compare(self, lengths: IntArray, input_ids: list[Ids]) -> None:
         """Raise if tokens that two neighbours are said to share differ."""
+        if [len(tokens) for tokens in input_ids] != lengths.tolist():
+            raise InputError(
+                f"the token ids have lengths {short_repr([len(tokens) for tokens in input_ids])}, "
+                f"not {short_repr(lengths.tolist())}. Pass the tokens of the same samples."
+            )
         for at in range(1, len(self)):
             one, other = self.order[at - 1 : at + 1].tolist()
             common = _common(input_ids[one], input_ids[other])
@@ -180,9 +186,14 @@ def find_prefixes(
     >>> prefixes.order.tolist(), prefixes.shared.tolist()
     ([0, 2, 1], [0, 2, 0])
     """
-    ids = [_ids(sample, tokens) for sample, tokens in enumerate(input_ids)]
+    ids = _samples(input_ids)
     if len({tokens.dtype for tokens in ids}) > 1:
         ids = [np.asarray(tokens, np.int64) for tokens in ids]
+    if not isinstance(same or {}, Mapping):
+        raise InputError(
+            f"same must map names to one value per sample, got {short_repr(same)}. Pass "
+            f"same={{'images': [...]}}."
+        )
     kinds = _kinds(len(ids), groups, same or {})
     # Samples that share tokens are neighbours in the order of their bytes, whatever that order is.
     as_bytes = [tokens.tobytes() for tokens in ids]
@@ -194,20 +205,46 @@ def find_prefixes(
     return Prefixes(order, shared)
 
 
+def _samples(input_ids: Sequence[Any] | Ids) -> list[Ids]:
+    """The token ids of each sample as an array of integers."""
+    if not hasattr(input_ids, "__iter__") or getattr(input_ids, "ndim", 1) == 0:
+        raise InputError(
+            f"input_ids must hold the token ids of each sample, got {short_repr(input_ids)}. Pass "
+            f"one list or array per sample."
+        )
+    return [_ids(sample, tokens) for sample, tokens in enumerate(input_ids)]
+
+
 def _ids(sample: int, tokens: Any) -> Ids:
     """The token ids of a sample as an array of integers."""
-    try:
-        array = np.asarray(tokens)
-    except (TypeError, ValueError):
-        array = np.empty((0, 0))
-    if array.size == 0 and array.ndim == 1:
-        return np.empty(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    array = _integers(tokens)
+    if array is None:
         raise InputError(
-            f"the token ids of sample {sample} must be a list or an array of integers, got "
-            f"{type(tokens).__name__}. Pass one list or array per sample."
+            f"the token ids of sample {sample} must be a list or an array of integers below 2**63, "
+            f"got {short_repr(tokens)}. Pass one list or array per sample."
         )
     return array
+
+
+def whole_numbers(name: str, values: ArrayLike) -> IntArray:
+    """A list of whole numbers as an array; an `InputError` for anything else."""
+    array = _integers(values)
+    if array is None:
+        raise InputError(f"{name} must be a list of whole numbers, got {short_repr(values)}.")
+    return array.astype(np.int64, copy=False)
+
+
+def _integers(values: Any) -> Ids | None:
+    """A list of integers that int64 holds, as an array; None for anything else."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError):
+        return None
+    if array.size == 0 and array.ndim == 1:
+        return np.empty(0, np.int64)
+    # Numbers from 2**63 on would equal negative ones.
+    large = array.dtype == np.uint64 and (array >= 2**63).any()
+    return array if array.ndim == 1 and array.dtype.kind in "iu" and not large else None
 
 
 def _common(one: Ids, other: Ids) -> int:
@@ -229,6 +266,11 @@ def _kinds(
     kinds = np.zeros(count, np.int64)
     every = [] if groups is None else [("groups", groups)]
     for name, values in [*every, *((f"same[{name!r}]", values) for name, values in same.items())]:
+        if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
+            raise InputError(
+                f"{name} must be a list or an array, got {short_repr(values)}. Give one entry per "
+                f"sample."
+            )
         if len(values) != count:
             raise InputError(
                 f"{name} has {len(values)} entries for {count} samples. Give one per sample."
@@ -244,27 +286,14 @@ def _numbered(name: str, keys: Sequence[Hashable] | NDArray[Any]) -> IntArray:
     numbers: dict[Hashable, int] = {}
     plain = keys.tolist() if hasattr(keys, "tolist") else keys
     try:
-        return np.array([numbers.setdefault(key, len(numbers)) for key in plain], np.int64)
-    except TypeError:
-        raise InputError(
-            f"{name} must have one number or text per sample, got {short_repr(keys)}."
-        ) from None
-
-
-def whole_numbers(name: str, values: ArrayLike) -> IntArray:
-    """A list of whole numbers as an array; an `InputError` for anything else."""
-    try:
-        array = np.asarray(values)
-        whole = (
-            array.astype(np.int64, copy=False)
-            if array.dtype.kind in "iu" or not array.size
-            else None
-        )
-    except (TypeError, ValueError, OverflowError):
-        array, whole = np.empty((0, 0)), None
-    if whole is None or array.ndim != 1:
-        raise InputError(f"{name} must be a list of whole numbers, got {short_repr(values)}.")
-    return whole
+        number = np.array([numbers.setdefault(key, len(numbers)) for key in plain], np.int64)
+        # Two samples without a group, or with NaN, are not of one group.
+        missing = name == "groups" and any(key is None or key != key for key in numbers)
+    except TypeError:  # not hashable, or pandas.NA
+        missing = True
+    if missing:
+        raise InputError(f"{name} must have one number or text per sample, got {short_repr(keys)}.")
+    return number
 
 
 def _identity(name: str, value: Any) -> Hashable:
