@@ -1,6 +1,6 @@
 """PlannedStream: known lengths -> steps, planned alike on every rank without communication.
 
-    StreamPosition --next_step--> StepBounds --plan_step--> the plan of a step -> Step
+    StreamPosition --step_units--> where a step ends --plan_step--> its plan -> Step
 
 Steps are made of a recipe and a seeded order; those of a `SavedPlanStream` are in its plan.
 """
@@ -116,18 +116,8 @@ class StreamPosition:
         return StreamPosition(self.epoch, self.position, self.step, (*before, (ranks, done)))
 
 
-class StepBounds(NamedTuple):
-    """Where a step begins and ends, and whether it is the last of its epoch."""
-
-    before: StreamPosition
-    after: StreamPosition
-    last: bool
-
-    @classmethod
-    def of(cls, at: StreamPosition, units: int, last: bool) -> StepBounds:
-        """The step of the next `units` units."""
-        return cls(at, StreamPosition(at.epoch, at.position + units, at.step + 1), last)
-
+Bounds: TypeAlias = tuple[StreamPosition, StreamPosition]
+"""Where a step begins and ends."""
 
 # The stream ---------------------------------------------------------------------------------------
 
@@ -305,16 +295,16 @@ class PlannedStream(Stream):
         from the start (default: `worker`). Steps of other workers are not planned."""
         self._check_source()
         turn = worker if turn is None else turn
-        for bounds in self._bounds(self._start):
-            if (bounds.before.step - self._start.step) % workers == turn:
-                yield self._steps_of_ranks(bounds, [self.world.rank])[0]
+        for at, after in self._bounds(self._start):
+            if (at.step - self._start.step) % workers == turn:
+                yield self._steps_of_ranks(at, after, [self.world.rank])[0]
 
     def walk_all(self) -> Iterator[list[Step]]:
         """Every step for all ranks, for callers that deal micro-batches to ranks themselves. A
         step is planned once."""
         self._check_source()
-        for bounds in self._bounds(self._start):
-            yield self._steps_of_ranks(bounds, range(self.world.size))
+        for at, after in self._bounds(self._start):
+            yield self._steps_of_ranks(at, after, range(self.world.size))
 
     def _check_source(self) -> None:
         """Check all lengths before the first step, unless that would take a second or more."""
@@ -323,16 +313,17 @@ class PlannedStream(Stream):
             check_lengths(self.source, self.recipe)
         self._iterated = self._checked = True
 
-    def _bounds(self, at: StreamPosition, one_epoch: bool = False) -> Iterator[StepBounds]:
+    def _bounds(self, at: StreamPosition, one_epoch: bool = False) -> Iterator[Bounds]:
         """Every step from a position on: of the rest of `one_epoch`, or of all that this stream
         has, up to `max_num_steps`."""
         most = None if one_epoch else self.max_num_steps
         any_step = at.position > 0  # in the current epoch
         while most is None or at.step < most:
-            bounds = self._next_step(at)
-            if bounds is not None:
-                yield bounds
-                at, any_step = bounds.after, True
+            units = self._step_units(at)
+            if units:
+                after = StreamPosition(at.epoch, at.position + units, at.step + 1)
+                yield at, after
+                at, any_step = after, True
             elif one_epoch or not self.infinite_loop:
                 return
             elif not any_step:
@@ -357,14 +348,16 @@ class PlannedStream(Stream):
                 rest = self._deal(rest, ranks, plan, sample_ids)
         return rest
 
-    def _steps_of_ranks(self, bounds: StepBounds, ranks: Iterable[int]) -> list[Step]:
+    def _steps_of_ranks(
+        self, at: StreamPosition, after: StreamPosition, ranks: Iterable[int]
+    ) -> list[Step]:
         """A step for each of these ranks. Totals are over all ranks."""
-        at, after = bounds.before, self.cursor(bounds.after)
-        plan, sample_ids = self._plan_step(bounds)
+        plan, sample_ids = self._plan_step(at, after)
         rest = self._rest(at.inside, plan, sample_ids) if at.inside else None
         recipe, over, whole = plan.recipe, plan.recipe.longest_segment, rest is None
         over_long = 0 if over is None else int((plan.lengths > over).sum())
         reason = {"drop": "dropped", "truncate": "truncated"}.get(recipe.overflow)
+        cursor = self.cursor(after)
         # Of each kind of work: [rank, micro-batch]
         works = [each.reshape(plan.num_ranks, -1) for each in works_of(plan)] if whole else []
         totals = self._totals(plan, sample_ids, works) if whole else {}
@@ -382,7 +375,7 @@ class PlannedStream(Stream):
                 epoch=at.epoch,
                 micro_batches=tuple(micros),
                 samples=samples,
-                cursor=after,
+                cursor=cursor,
                 totals=totals,
                 lost={reason: over_long} if reason and over_long else {},
                 budget=recipe.layout.budget,
@@ -432,11 +425,11 @@ class PlannedStream(Stream):
         """Units of an epoch."""
         return self._order.count
 
-    def _next_step(self, at: StreamPosition) -> StepBounds | None:
-        """The step that begins at a position; None at the end of the epoch."""
+    def _step_units(self, at: StreamPosition) -> int:
+        """Units of the step that begins at a position; 0 at the end of the epoch."""
         rest, samples = self._units - at.position, self.recipe.steps.samples
         if samples is not None and self._groups is None and self.recipe.overflow != "drop":
-            return StepBounds.of(at, min(samples, rest), samples >= rest) if rest else None
+            return min(samples, rest)
         window = min(rest, samples or self._window)
         while True:
             sample_ids, ends = self._sample_ids(at, window)
@@ -447,13 +440,13 @@ class PlannedStream(Stream):
                 **self._about(sample_ids),
             )
             if size == 0:
-                return None
+                return 0
             if size is not None:
                 units = int(np.searchsorted(ends, size)) + 1
                 self._window = units + units // 4 + 64
                 if self.recipe.overflow == "drop" and self._all_dropped(at, units):
-                    units = rest  # the last step reports all that were dropped
-                return StepBounds.of(at, units, units == rest)
+                    return rest  # the last step reports all that were dropped
+                return units
             window = min(rest, 2 * window)
 
     def _recipe_at(self, at: StreamPosition) -> Recipe:
@@ -496,12 +489,12 @@ class PlannedStream(Stream):
             "names": sample_ids,
         }
 
-    def _plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
+    def _plan_step(self, at: StreamPosition, after: StreamPosition) -> tuple[Plan, IntArray]:
         """(the plan of a step for the ranks that began it, the ids of its samples)."""
-        at = bounds.before
-        sample_ids, _ = self._sample_ids(at, bounds.after.position - at.position)
+        sample_ids, _ = self._sample_ids(at, after.position - at.position)
         lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
-        return plan_step(lengths, self._recipe_at(at), last=bounds.last, **about), sample_ids
+        last = after.position == self._units
+        return plan_step(lengths, self._recipe_at(at), last=last, **about), sample_ids
 
     def _deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
         """What is left of a step, planned for this number of ranks. Its segments are those of the
@@ -543,10 +536,10 @@ class PlannedStream(Stream):
 
         return [[with_segments(micro) for micro in micros] for micros in again[0]]
 
-    def _known_count(self, bounds: StepBounds) -> int | None:
+    def _known_count(self, at: StreamPosition, after: StreamPosition) -> int | None:
         """Micro-batches per rank of a step, if that is known without planning it: not of the last
         step of an epoch, nor of one begun before."""
-        if bounds.last or bounds.before.inside:
+        if after.position == self._units or at.inside:
             return None
         return self.recipe.steps.micro_batches
 
@@ -590,8 +583,8 @@ class PlannedStream(Stream):
     def skip_batches(self, steps: int) -> None:
         """Start `steps` steps later. Nothing is read or planned."""
         steps = whole_number("steps to skip", steps, least=0)
-        for bounds in islice(self._bounds(self._start), steps):
-            self._start = bounds.after
+        for _, after in islice(self._bounds(self._start), steps):
+            self._start = after
             self._restart()
 
     def _start_epochs(self) -> Collection[int]:
@@ -711,22 +704,22 @@ class PlannedStream(Stream):
         return counts
 
     def _count_steps(
-        self, steps: Iterable[StepBounds], drop_last: bool = False, progress: Progress | None = None
+        self, steps: Iterable[Bounds], drop_last: bool = False, progress: Progress | None = None
     ) -> EpochSize:
         """Count steps. Plans a step only if its number of micro-batches is not known otherwise."""
         num_steps = micro_batches = 0
-        for bounds in steps:
-            count = None if drop_last else self._known_count(bounds)
+        for at, after in steps:
+            count = None if drop_last else self._known_count(at, after)
             if count is None:
-                plan, sample_ids = self._plan_step(bounds)
+                plan, sample_ids = self._plan_step(at, after)
                 count = int(plan.cell_offsets[1])
-                if bounds.before.inside:
-                    count = len(self._rest(bounds.before.inside, plan, sample_ids)[0])
+                if at.inside:
+                    count = len(self._rest(at.inside, plan, sample_ids)[0])
                 elif drop_last and (np.diff(plan.segment_offsets) == 0).any():
                     count = 0
             num_steps, micro_batches = num_steps + (count > 0), micro_batches + count
             if progress is not None:
-                progress(bounds.after.position, self._units)
+                progress(after.position, self._units)
         return EpochSize(num_steps, micro_batches)
 
     def plan_epoch(self, epoch: int = 0, *, progress: Progress | None = None) -> Plan:
@@ -828,15 +821,12 @@ class SavedPlanStream(PlannedStream):
     def _units(self) -> int:
         return self._plan.num_steps
 
-    def _next_step(self, at: StreamPosition) -> StepBounds | None:
-        """One step; None at the end of the plan."""
-        if at.position >= self._units:
-            return None
-        return StepBounds.of(at, 1, at.position + 1 == self._units)
+    def _step_units(self, at: StreamPosition) -> int:
+        """One step; 0 at the end of the plan."""
+        return int(at.position < self._units)
 
-    def _plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
+    def _plan_step(self, at: StreamPosition, after: StreamPosition) -> tuple[Plan, IntArray]:
         """(the step as planned, on the ranks that began it, the ids of its samples)."""
-        at = bounds.before
         samples = self._samples_by_step[at.position]
         ids = samples if self._plan.sample_ids is None else self._plan.sample_ids[samples]
         lengths, planned = self.source.lengths_of(ids), self._plan.lengths[samples]
@@ -862,11 +852,11 @@ class SavedPlanStream(PlannedStream):
         """The plan itself."""
         return self._plan
 
-    def _known_count(self, bounds: StepBounds) -> int | None:
+    def _known_count(self, at: StreamPosition, after: StreamPosition) -> int | None:
         """Micro-batches per rank as the plan says, except for a step begun before."""
-        if bounds.before.inside:
+        if at.inside:
             return None
-        cell = bounds.before.position * self._plan.num_ranks
+        cell = at.position * self._plan.num_ranks
         planned = self._plan.cell_offsets[cell + 1] - self._plan.cell_offsets[cell]
         return int(planned) * self._plan.num_ranks // self.world.size
 
