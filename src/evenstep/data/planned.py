@@ -242,6 +242,7 @@ class PlannedStream(Stream):
             group, first = by_first_appearance(self._groups)
             self._members = Ragged.group(group, len(first))
             self._order = replace(self._order, count=len(first))
+        self._units = self._order.count  # of an epoch
         self._window = 64  # units to look at first; does not affect steps
         self.samples = SampleLookup(measured, on_error, self.seed)
         self._start = StreamPosition()
@@ -419,11 +420,6 @@ class PlannedStream(Stream):
     # The order permutes units: samples or, with `groups`, groups of samples, numbered in order of
     # their first members. A step takes the next units. No more lengths are looked at than needed
     # to find where it ends.
-
-    @property
-    def _units(self) -> int:
-        """Units of an epoch."""
-        return self._order.count
 
     def _step_units(self, at: StreamPosition) -> int:
         """Units of the step that begins at a position; 0 at the end of the epoch."""
@@ -625,13 +621,8 @@ class PlannedStream(Stream):
     def _identity(self) -> dict[str, str]:
         """What a cursor belongs to. Ranks, layout and balance may change, because they do not
         affect which samples a step holds."""
-        data = self._identity_of_data("samples", measured=True)
-        return {"stream": "planned", **data, **self._identity_of_steps}
-
-    @property
-    def _identity_of_steps(self) -> dict[str, str]:
-        """Order and groups."""
-        identity = {"order": self._order.description}
+        identity = {"stream": "planned", **self._identity_of_data("samples", measured=True)}
+        identity["order"] = self._order.description
         if self._groups is not None:
             identity["groups"] = column_digest(self._groups)
         return identity
@@ -812,14 +803,11 @@ class SavedPlanStream(PlannedStream):
         recipe = recipe_on_fewer_ranks(plan.recipe, ranks)
         super().__init__(source, recipe, world=world, shuffle=False, **options)
         self._columns = None  # the plan has been made of them
+        self._units = plan.num_steps
 
     @cached_property
     def _samples_by_step(self) -> Ragged:
         return samples_by_step(self._plan)
-
-    @property
-    def _units(self) -> int:
-        return self._plan.num_steps
 
     def _step_units(self, at: StreamPosition) -> int:
         """One step; 0 at the end of the plan."""
@@ -865,10 +853,11 @@ class SavedPlanStream(PlannedStream):
         """Whether samples of the plan share tokens, or ranks share samples."""
         return self._plan.segments.parent is not None
 
-    @property
-    def _identity_of_steps(self) -> dict[str, str]:
-        """The plan, which determines everything."""
-        return {"plan": self._plan.fingerprint[:16]}
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        """What a cursor belongs to: the plan, which determines everything."""
+        data = self._identity_of_data("samples", measured=True)
+        return {"stream": "planned", **data, "plan": self._plan.fingerprint[:16]}
 
     @property
     def _estimated_steps(self) -> Estimate:
