@@ -338,3 +338,26 @@ def test_a_row_with_text_and_tokens_names_the_setting(tmp_path: Path) -> None:
         corpus.token_counts()
     with pytest.raises(InputError, match=fault):
         corpus.stored(tmp_path / "corpus.tokens")
+
+
+class WordsTokenizer:
+    """A tokenizer whose template shows only what the messages say."""
+
+    chat_template = "{{ content }}"
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(each) for message in messages for each in message["content"]]}
+
+
+def test_a_pair_of_which_one_chat_has_no_tokens_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left out, it would pair the samples after it with others."""
+    monkeypatch.setattr(Corpus, "_load_tokenizer", lambda corpus: WordsTokenizer())
+    answers = [("yes", "no"), ("", "no"), ("good", "bad")]
+    rows = [{"prompt": "", "chosen": chosen, "rejected": rejected} for chosen, rejected in answers]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    corpus = Corpus(paths=str(path), format="pairs", tokenizer=str(tmp_path))
+    with pytest.raises(InputError, match=r"pairs.jsonl, line 2: the chosen .* has no tokens"):
+        corpus.stored(tmp_path / "pairs.tokens")

@@ -264,6 +264,8 @@ def encode_pair(encoder: ChatEncoder, masked: bool, row: Any) -> list[dict[str, 
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
     samples = [encoder.encode(chat, masked) for chat in (chosen, rejected)]
+    if not all(len(sample["input_ids"]) for sample in samples):  # left out, it would part others
+        raise InputError("the chosen or the rejected chat has no tokens. Remove the pair.")
     if masked and any(message["role"] == "assistant" for message in chosen[:shared]):
         before = len(encoder.encode(chosen[:shared], masked=False)["input_ids"])
         for sample in samples:
