@@ -113,7 +113,7 @@ def test_skipping_past_the_end_of_a_rank_is_refused_where_ranks_share_the_rest()
     data = [{"input_ids": np.full(n, k)} for k, n in enumerate([8, 1] * 10)]
     counts = []
     for rank in (0, 1):
-        recipe = Recipe(layout=LAYOUTS[0], topology=Topology(dp=2))
+        recipe = Recipe(layout=Packed(max_tokens=20), topology=Topology(dp=2))
         stream = PooledStream(Mapped(data), recipe, world=World(rank, 2), shuffle=False)
         counts.append(len(list(stream)))
         loader = StreamLoader(stream, anyone=lambda mine: mine, gather=lambda value: [value])

@@ -611,8 +611,7 @@ class PlannedStream(Stream):
         settings |= {"recipe": self.recipe.to_dict(), "per sample": {}}
         settings["end"] = [self.max_num_steps, self.infinite_loop]
         if self._loss_tokens is not None:
-            digest = column_digest(self._loss_tokens, ALL_DIGESTED)
-            settings["per sample"] = {"loss_tokens": digest}
+            settings["per sample"] = {"loss_tokens": _digest(self._loss_tokens)}
         if self._columns is not None:
             settings["columns"] = self._column_digests
         return settings_digest(settings)
@@ -624,7 +623,7 @@ class PlannedStream(Stream):
         identity = {"stream": "planned", **self._identity_of_data("samples", measured=True)}
         identity["order"] = self._order.description
         if self._groups is not None:
-            identity["groups"] = column_digest(self._groups)
+            identity["groups"] = column_digest(self._groups.__getitem__, len(self._groups))
         return identity
 
     @cached_property
@@ -650,7 +649,7 @@ class PlannedStream(Stream):
         """A digest of each column that the recipe uses."""
         columns = self._columns or {}
         names = [name for name in self.recipe.columns if name in columns]
-        return {name: column_digest(columns[name], ALL_DIGESTED) for name in names}
+        return {name: _digest(columns[name]) for name in names}
 
     # Length ------------------------------------------------------------------------------------
 
@@ -767,6 +766,11 @@ class PlannedStream(Stream):
             return self.recipe.steps.micro_batches
         bounds = self._bounds(StreamPosition(self._start.epoch), one_epoch=True)
         return self._count_steps(islice(bounds, 1)).micro_batches
+
+
+def _digest(column: NDArray[Any]) -> str:
+    """A digest of all entries of a column, of 4096 of more than 262,144."""
+    return column_digest(column.__getitem__, len(column), ALL_DIGESTED)
 
 
 # Steps of a saved plan ---------------------------------------------------------------------------

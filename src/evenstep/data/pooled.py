@@ -221,8 +221,8 @@ class PooledStream(Stream):
         """The cursor of this rank before its first step, for this number of workers. Reads the
         steps to skip; its number of steps is lower if there are fewer."""
         if not self._skip:
-            states, turns = zip(*[self._resume(w, workers) for w in range(workers)], strict=True)
-            return self._cursor(self.done, workers, turns[0], states)
+            resumed = [self._resume(worker, workers) for worker in range(workers)]
+            return self._cursor(self.done, workers, resumed[0][1], [state for state, _ in resumed])
         opened = [self._open(worker, workers) for worker in range(workers)]
         readers, turns, numbers = map(list, zip(*opened, strict=True))
         turn, waiting, skipped = turns[0], deque(range(workers)), 0

@@ -27,13 +27,12 @@ from evenstep.data.source import (
     SampleSource,
     Source,
     cause_of,
+    column_digest,
     digest_of,
-    digested_entries,
     has_random_access,
     is_seeded,
     read_samples,
     spread,
-    values_digest,
 )
 from evenstep.errors import ConfigError, InputError, PlanError, SampleError
 from evenstep.planning.units import refusal, refused
@@ -204,8 +203,7 @@ class Stream(ABC):
             # Of all lengths of up to 262,144 samples; of 4096, evenly spread, of more. A sample
             # that was edited usually has another length.
             known = cast("MeasuredSource", source)
-            seen = known.lengths_of(digested_entries(len(known), ALL_DIGESTED))
-            identity["lengths"] = values_digest(len(known), seen)
+            identity["lengths"] = column_digest(known.lengths_of, len(known), ALL_DIGESTED)
         if is_seeded(source):
             identity["seed of samples"] = str(self.seed)
         return identity
