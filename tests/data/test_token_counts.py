@@ -340,6 +340,25 @@ def test_a_row_with_text_and_tokens_names_the_setting(tmp_path: Path) -> None:
         corpus.stored(tmp_path / "corpus.tokens")
 
 
+def test_samples_of_other_settings_are_not_taken_for_those_of_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("second")
+    first, second = (Corpus(paths=str(tmp_path / name)) for name in ("a.txt", "b.txt"))
+    stored = tmp_path / "stored.tokens"
+    first.stored(stored)
+
+    def crash(path: Path, data: bytes) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("evenstep.data.corpus.replace_file", crash)
+        with pytest.raises(KeyboardInterrupt):  # after the samples, before what they are of
+            second.stored(stored)
+    assert bytes(first.stored(stored)[0]["input_ids"].tolist()) == b"first"
+
+
 class WordsTokenizer:
     """A tokenizer whose template shows only what the messages say."""
 

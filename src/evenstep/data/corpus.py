@@ -622,6 +622,7 @@ class Corpus:
         files, kind = self._files_and_format()
         key, beside = self._key(files), path.with_suffix(".json")
         if not (path.exists() and _text(beside) == key):
+            beside.unlink(missing_ok=True)  # a file of other samples may not be taken for its own
             with _in_words_of_settings():
                 self._write(path, kind, files, progress or (lambda done, total: None), held_out)
             replace_file(beside, key.encode())
