@@ -372,27 +372,17 @@ def until_all_end(
 
 def empty_step(before: Step | None, recipe: Recipe) -> Step:
     """A step without work for this rank: as many empty micro-batches as the step before had."""
-    empty: MicroBatch = micro_batch([], recipe)
-    if before is None:
-        before = Step(
-            number=-1,
-            epoch=0,
-            micro_batches=(empty,) * (recipe.steps.micro_batches or 1),
-            samples={},
-            cursor=Cursor(identity={}, step=-1, position={}),
-            budget=recipe.layout.budget,
-            ranks=recipe.topology.dp,
-        )
-    return replace(
-        before,
-        number=before.number + 1,
-        micro_batches=(empty,) * len(before),
+    count = (recipe.steps.micro_batches or 1) if before is None else len(before)
+    cursor = Cursor(identity={}, step=-1, position={}) if before is None else before.cursor
+    return Step(
+        number=0 if before is None else before.number + 1,
+        epoch=0 if before is None else before.epoch,
+        micro_batches=(micro_batch([], recipe),) * count,
         samples={},
-        cursor=replace(before.cursor, step=before.cursor.step + 1),
-        lost={},
-        batches=None,
-        plan=None,
-        sample_ids=None,
+        cursor=replace(cursor, step=cursor.step + 1),
+        budget=recipe.layout.budget,
+        ranks=recipe.topology.dp,
+        fingerprint="" if before is None else before.fingerprint,
     )
 
 
