@@ -294,7 +294,7 @@ class StreamLoader:
         self._now = None
 
     def skip_batches(self, steps: int) -> None:
-        """Start `steps` steps later. Not past the end of a rank whose rest ranks would share."""
+        """Start `steps` steps later; where ranks share what is left, not past the end of one."""
         before = self.stream.done
         self.stream.skip_batches(steps)
         start = self.stream.start(max(1, self.num_workers))
