@@ -530,7 +530,7 @@ class Corpus:
                 check()
             except EvenstepError as error:
                 faults.append(str(error))
-        return faults
+        return list(dict.fromkeys(faults))
 
     def token_counts(
         self,
@@ -613,9 +613,16 @@ class Corpus:
             return self
         corpus = replace(self, paths=self.validation, validation=None)
         try:
-            corpus._files_and_format()
+            files, _ = corpus._files_and_format()
         except EvenstepError as error:
             raise type(error)(str(error).replace("data.paths", "data.validation")) from None
+        trained = {file.resolve() for file in corpus_files(self.paths)}
+        for file in files:
+            if file.resolve() in trained:
+                raise ConfigError(
+                    f"data.validation: {file} is also a file of data.paths, so it would be trained "
+                    f"on. Move it elsewhere, or name the other files in data.paths."
+                )
         return corpus
 
     def _stored(self, path: Path, progress: Progress | None, held_out: bool | None) -> TokenFile:
