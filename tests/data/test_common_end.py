@@ -169,6 +169,22 @@ def test_it_is_refused_where_steps_cannot_be_counted() -> None:
         PooledStream(InMemory([{"input_ids": [1]}]), recipe, count_ahead=True)
 
 
+def test_steps_are_counted_anew_where_an_epoch_starts_at_another_step() -> None:
+    lengths = [4, 4, 1, 3, 4, 4, 3, 4, 3, 2, 2, 3, 2, 1, 3, 2, 3, 1, 1]
+    samples = InMemory([{"input_ids": [n] * length} for n, length in enumerate(lengths)])
+    recipe = Recipe(layout=Packed(max_tokens=16), topology=Topology(dp=2))
+    growing = Pool(samples=2, tokens=0, warmup_steps=6, warmup_tokens=4)
+    counts = []
+    for rank in (0, 1):
+        stream = PooledStream(
+            samples, recipe, pool=growing, world=World(rank, 2), shuffle=False, count_ahead=True
+        )
+        for done in (50, 0):  # with the full budget, then with the first ones
+            stream.set_epoch(0, done)
+            counts.append(len(list(stream)))
+    assert counts[:2] == counts[2:]
+
+
 @given(own=st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=1, max_size=5))
 def test_further_steps_go_to_the_readers_with_the_fewest(own: list[list[int]]) -> None:
     found = np.array(common_steps(np.array(own), 2)).reshape(-1, 2)

@@ -403,6 +403,30 @@ def test_skipping_is_the_same_for_any_number_of_workers(workers: int) -> None:
         assert [step.number for step in steps[:3]] == [skip, skip + 1, skip + 2]
 
 
+@pytest.mark.parametrize("kind", [InMemory, Iterated])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_skipping_passes_over_workers_that_have_ended(workers: int, kind: Any) -> None:
+    lengths = np.random.default_rng(103).choice([1, 40], 40, p=[0.6, 0.4]).tolist()
+
+    def make() -> PooledStream:
+        pool = Pool(samples=2, tokens=0)
+        return PooledStream(kind(samples_of(lengths)), Recipe(layout=LAYOUTS[0]), pool=pool)
+
+    whole = list(in_turn(make(), workers))
+    ends = [len(list(make().walk(worker, workers))) for worker in range(workers)]
+    assert max(ends) - min(ends) > 2
+    for skip in range(len(whole) + 2):
+        stream, resumed = make(), make()
+        stream.skip_batches(skip)
+        resumed.load_state_dict(roundtrip(stream.start(workers)))
+        for skipped in (stream, resumed):
+            assert [key(step) for step in in_turn(skipped, workers)] == list(map(key, whole[skip:]))
+    loaded = make()
+    loaded.load_state_dict(roundtrip(merge_cursors([step.cursor for step in whole[:-3]])))
+    loaded.skip_batches(2)
+    assert [key(step) for step in in_turn(loaded, workers)] == [key(whole[-1])]
+
+
 def test_a_cursor_of_another_stream_is_refused_with_the_reason() -> None:
     data, recipe = samples_of([3] * 20), Recipe(layout=Packed(max_tokens=9))
     state = next(iter(PooledStream(InMemory(data), recipe))).cursor.to_dict()

@@ -338,3 +338,45 @@ def test_a_row_with_text_and_tokens_names_the_setting(tmp_path: Path) -> None:
         corpus.token_counts()
     with pytest.raises(InputError, match=fault):
         corpus.stored(tmp_path / "corpus.tokens")
+
+
+def test_samples_of_other_settings_are_not_taken_for_those_of_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("second")
+    first, second = (Corpus(paths=str(tmp_path / name)) for name in ("a.txt", "b.txt"))
+    stored = tmp_path / "stored.tokens"
+    first.stored(stored)
+
+    def crash(path: Path, data: bytes) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("evenstep.data.corpus.replace_file", crash)
+        with pytest.raises(KeyboardInterrupt):  # after the samples, before what they are of
+            second.stored(stored)
+    assert bytes(first.stored(stored)[0]["input_ids"].tolist()) == b"first"
+
+
+class WordsTokenizer:
+    """A tokenizer whose template shows only what the messages say."""
+
+    chat_template = "{{ content }}"
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(each) for message in messages for each in message["content"]]}
+
+
+def test_a_pair_of_which_one_chat_has_no_tokens_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left out, it would pair the samples after it with others."""
+    monkeypatch.setattr(Corpus, "_load_tokenizer", lambda corpus: WordsTokenizer())
+    answers = [("yes", "no"), ("", "no"), ("good", "bad")]
+    rows = [{"prompt": "", "chosen": chosen, "rejected": rejected} for chosen, rejected in answers]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    corpus = Corpus(paths=str(path), format="pairs", tokenizer=str(tmp_path))
+    with pytest.raises(InputError, match=r"pairs.jsonl, line 2: the chosen .* has no tokens"):
+        corpus.stored(tmp_path / "pairs.tokens")

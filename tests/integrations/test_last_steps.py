@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from evenstep import Packed, Padded, PooledStream, Recipe, Topology, World
 from evenstep.data import Iterated, Mapped, Pool, merge_cursors
+from evenstep.errors import CursorError
 from evenstep.integrations.dataloader import StreamLoader
 from tests.examples import examples
 from tests.rank_threads import RankThreads
@@ -106,6 +107,23 @@ def test_a_sequential_source_is_not_read_again() -> None:
     runs, _ = ranks_of(lengths, 2, layout=LAYOUTS[0], kind=items)
     assert ids(runs) == list(range(len(lengths)))
     assert len(opened) == 2
+
+
+def test_skipping_past_the_end_of_a_rank_is_refused_where_ranks_share_the_rest() -> None:
+    data = [{"input_ids": np.full(n, k)} for k, n in enumerate([8, 1] * 10)]
+    counts = []
+    for rank in (0, 1):
+        recipe = Recipe(layout=Packed(max_tokens=20), topology=Topology(dp=2))
+        stream = PooledStream(Mapped(data), recipe, world=World(rank, 2), shuffle=False)
+        counts.append(len(list(stream)))
+        loader = StreamLoader(stream, anyone=lambda mine: mine, gather=lambda value: [value])
+        loader.skip_batches(counts[-1])
+        assert loader.state_dict()["step"] == counts[-1]
+        loader = StreamLoader(stream, anyone=lambda mine: mine, gather=lambda value: [value])
+        with pytest.raises(CursorError, match=f"rank {rank} has 0 of the 1 steps to skip"):
+            loader.skip_batches(1)
+        loader = StreamLoader(stream, anyone=lambda mine: mine)
+        loader.skip_batches(1)
 
 
 def in_processes(rank: int, size: int, workers: int) -> list[Any]:

@@ -120,6 +120,10 @@ def test_held_out_data_that_cannot_be_is_refused(tmp_path: Path) -> None:
         train(settings(tmp_path / "run", data, data=corpus))
     with pytest.raises(FaultsError, match="evaluate_every has no effect without held-out data"):
         train(settings(tmp_path / "run", data, trainer={"evaluate_every": 2}))
+    for overlapping in (data, str(Path(data).parent)):  # would be trained on
+        corpus = Corpus(paths=overlapping, format="text", validation=data)
+        with pytest.raises(FaultsError, match=r"data.validation: .* is also a file of data.paths"):
+            train(settings(tmp_path / "run", data, data=corpus))
     for share in (0.0, 1.0, 2):
         with pytest.raises(EvenstepError, match="a share between 0 and 1"):
             Corpus(paths=data, validation=share)

@@ -264,6 +264,8 @@ def encode_pair(encoder: ChatEncoder, masked: bool, row: Any) -> list[dict[str, 
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
     samples = [encoder.encode(chat, masked) for chat in (chosen, rejected)]
+    if not all(len(sample["input_ids"]) for sample in samples):  # left out, it would part others
+        raise InputError("the chosen or the rejected chat has no tokens. Remove the pair.")
     if masked and any(message["role"] == "assistant" for message in chosen[:shared]):
         before = len(encoder.encode(chosen[:shared], masked=False)["input_ids"])
         for sample in samples:
@@ -528,7 +530,7 @@ class Corpus:
                 check()
             except EvenstepError as error:
                 faults.append(str(error))
-        return faults
+        return list(dict.fromkeys(faults))
 
     def token_counts(
         self,
@@ -611,15 +613,23 @@ class Corpus:
             return self
         corpus = replace(self, paths=self.validation, validation=None)
         try:
-            corpus._files_and_format()
+            files, _ = corpus._files_and_format()
         except EvenstepError as error:
             raise type(error)(str(error).replace("data.paths", "data.validation")) from None
+        trained = {file.resolve() for file in corpus_files(self.paths)}
+        for file in files:
+            if file.resolve() in trained:
+                raise ConfigError(
+                    f"data.validation: {file} is also a file of data.paths, so it would be trained "
+                    f"on. Move it elsewhere, or name the other files in data.paths."
+                )
         return corpus
 
     def _stored(self, path: Path, progress: Progress | None, held_out: bool | None) -> TokenFile:
         files, kind = self._files_and_format()
         key, beside = self._key(files), path.with_suffix(".json")
         if not (path.exists() and _text(beside) == key):
+            beside.unlink(missing_ok=True)  # a file of other samples may not be taken for its own
             with _in_words_of_settings():
                 self._write(path, kind, files, progress or (lambda done, total: None), held_out)
             replace_file(beside, key.encode())

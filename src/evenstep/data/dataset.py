@@ -132,7 +132,7 @@ class Lengths:
     @property
     def fingerprint(self) -> str:
         """Covers the number of lengths and 4096 of them, evenly spread."""
-        return column_digest(self._lengths)
+        return column_digest(self._lengths.__getitem__, len(self))
 
     def __len__(self) -> int:
         return len(self._lengths)

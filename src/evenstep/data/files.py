@@ -10,6 +10,7 @@ import re
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -194,9 +195,6 @@ class Shards(ABC):
 
 # Lines --------------------------------------------------------------------------------------------
 
-_BLOCK, _LINE_PART = 1 << 24, 4096
-_NEWLINE = 10
-
 
 class LineFile:
     """The rows of a JSONL file, one per line that is not blank. Line ends are found on first use.
@@ -235,23 +233,16 @@ class LineFile:
 
         A file of the lines "1", " " and "2" has the starts [0, 4, 5] (5 is its size), blanks [1].
         """
-        parts, firsts = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
-        size, ended = 0, True  # whether a line ends before this block
-        while block := _read_at(self._file, size, _BLOCK):
-            view = np.frombuffer(block, np.uint8)
-            begins = np.flatnonzero(np.append(ended, view[:-1] == _NEWLINE))
-            parts.append(begins + size)
-            firsts.append(view[begins])
-            size, ended = size + len(block), bool(view[-1] == _NEWLINE)
-        starts, first = np.append(np.concatenate(parts), size), np.concatenate(firsts)
-        blank = first == _NEWLINE
-        for line in np.flatnonzero((first == 32) | (first == 9) | (first == 13)).tolist():
-            begin, end = starts[line : line + 2].tolist()
-            blank[line] = not any(  # white space only
-                _read_at(self._file, at, min(_LINE_PART, end - at)).strip()
-                for at in range(begin, end, _LINE_PART)
-            )
-        return starts[np.append(~blank, True)], np.cumsum(~blank)[blank]
+        starts, blanks, size = array("q"), array("q"), 0
+        with reading(self.path), self.path.open("rb") as file:
+            for line in file:
+                if line.isspace():
+                    blanks.append(len(starts))
+                else:
+                    starts.append(size)
+                size += len(line)
+        starts.append(size)
+        return np.array(starts, np.int64), np.array(blanks, np.int64)
 
     @cached_property
     def _file(self) -> int:
@@ -260,9 +251,8 @@ class LineFile:
         with reading(self.path):
             file = os.open(self.path, os.O_RDONLY)
             weakref.finalize(self, os.close, file)
-            size = os.fstat(file).st_size
-            os.pread(file, 1, 0)  # fails for a folder
-        if "_index" in vars(self) and self._index[0][-1] != size:  # from this or another process
+        size = os.fstat(file).st_size
+        if self._index[0][-1] != size:  # of this or another process
             raise self._changed(size)
         return file
 

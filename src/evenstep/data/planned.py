@@ -1,6 +1,6 @@
 """PlannedStream: known lengths -> steps, planned alike on every rank without communication.
 
-    StreamPosition --next_step--> StepBounds --plan_step--> the plan of a step -> Step
+    StreamPosition --step_units--> where a step ends --plan_step--> its plan -> Step
 
 Steps are made of a recipe and a seeded order; those of a `SavedPlanStream` are in its plan.
 """
@@ -115,18 +115,8 @@ class StreamPosition:
         return StreamPosition(self.epoch, self.position, self.step, (*before, (ranks, done)))
 
 
-class StepBounds(NamedTuple):
-    """Where a step begins and ends, and whether it is the last of its epoch."""
-
-    before: StreamPosition
-    after: StreamPosition
-    last: bool
-
-    @classmethod
-    def of(cls, at: StreamPosition, units: int, last: bool) -> StepBounds:
-        """The step of the next `units` units."""
-        return cls(at, StreamPosition(at.epoch, at.position + units, at.step + 1), last)
-
+Bounds: TypeAlias = tuple[StreamPosition, StreamPosition]
+"""Where a step begins and ends."""
 
 # The stream ---------------------------------------------------------------------------------------
 
@@ -251,6 +241,7 @@ class PlannedStream(Stream):
             group, first = by_first_appearance(self._groups)
             self._members = Ragged.group(group, len(first))
             self._order = replace(self._order, count=len(first))
+        self._units = self._order.count  # of an epoch
         self._window = 64  # units to look at first; does not affect steps
         self.samples = SampleLookup(measured, on_error, self.seed)
         self._start = StreamPosition()
@@ -304,16 +295,16 @@ class PlannedStream(Stream):
         from the start (default: `worker`). Steps of other workers are not planned."""
         self._check_source()
         turn = worker if turn is None else turn
-        for bounds in self._bounds(self._start):
-            if (bounds.before.step - self._start.step) % workers == turn:
-                yield self._steps_of_ranks(bounds, [self.world.rank])[0]
+        for at, after in self._bounds(self._start):
+            if (at.step - self._start.step) % workers == turn:
+                yield self._steps_of_ranks(at, after, [self.world.rank])[0]
 
     def walk_all(self) -> Iterator[list[Step]]:
         """Every step for all ranks, for callers that deal micro-batches to ranks themselves. A
         step is planned once."""
         self._check_source()
-        for bounds in self._bounds(self._start):
-            yield self._steps_of_ranks(bounds, range(self.world.size))
+        for at, after in self._bounds(self._start):
+            yield self._steps_of_ranks(at, after, range(self.world.size))
 
     def _check_source(self) -> None:
         """Check all lengths before the first step, unless that would take a second or more."""
@@ -322,16 +313,17 @@ class PlannedStream(Stream):
             check_lengths(self.source, self.recipe)
         self._iterated = self._checked = True
 
-    def _bounds(self, at: StreamPosition, one_epoch: bool = False) -> Iterator[StepBounds]:
+    def _bounds(self, at: StreamPosition, one_epoch: bool = False) -> Iterator[Bounds]:
         """Every step from a position on: of the rest of `one_epoch`, or of all that this stream
         has, up to `max_num_steps`."""
         most = None if one_epoch else self.max_num_steps
         any_step = at.position > 0  # in the current epoch
         while most is None or at.step < most:
-            bounds = self._next_step(at)
-            if bounds is not None:
-                yield bounds
-                at, any_step = bounds.after, True
+            units = self._step_units(at)
+            if units:
+                after = StreamPosition(at.epoch, at.position + units, at.step + 1)
+                yield at, after
+                at, any_step = after, True
             elif one_epoch or not self.infinite_loop:
                 return
             elif not any_step:
@@ -356,14 +348,16 @@ class PlannedStream(Stream):
                 rest = self._deal(rest, ranks, plan, sample_ids)
         return rest
 
-    def _steps_of_ranks(self, bounds: StepBounds, ranks: Iterable[int]) -> list[Step]:
+    def _steps_of_ranks(
+        self, at: StreamPosition, after: StreamPosition, ranks: Iterable[int]
+    ) -> list[Step]:
         """A step for each of these ranks. Totals are over all ranks."""
-        at, after = bounds.before, self.cursor(bounds.after)
-        plan, sample_ids = self._plan_step(bounds)
+        plan, sample_ids = self._plan_step(at, after)
         rest = self._rest(at.inside, plan, sample_ids) if at.inside else None
         recipe, over, whole = plan.recipe, plan.recipe.longest_segment, rest is None
         over_long = 0 if over is None else int((plan.lengths > over).sum())
         reason = {"drop": "dropped", "truncate": "truncated"}.get(recipe.overflow)
+        cursor = self.cursor(after)
         # Of each kind of work: [rank, micro-batch]
         works = [each.reshape(plan.num_ranks, -1) for each in works_of(plan)] if whole else []
         totals = self._totals(plan, sample_ids, works) if whole else {}
@@ -381,7 +375,7 @@ class PlannedStream(Stream):
                 epoch=at.epoch,
                 micro_batches=tuple(micros),
                 samples=samples,
-                cursor=after,
+                cursor=cursor,
                 totals=totals,
                 lost={reason: over_long} if reason and over_long else {},
                 budget=recipe.layout.budget,
@@ -426,16 +420,11 @@ class PlannedStream(Stream):
     # their first members. A step takes the next units. No more lengths are looked at than needed
     # to find where it ends.
 
-    @property
-    def _units(self) -> int:
-        """Units of an epoch."""
-        return self._order.count
-
-    def _next_step(self, at: StreamPosition) -> StepBounds | None:
-        """The step that begins at a position; None at the end of the epoch."""
+    def _step_units(self, at: StreamPosition) -> int:
+        """Units of the step that begins at a position; 0 at the end of the epoch."""
         rest, samples = self._units - at.position, self.recipe.steps.samples
         if samples is not None and self._groups is None and self.recipe.overflow != "drop":
-            return StepBounds.of(at, min(samples, rest), samples >= rest) if rest else None
+            return min(samples, rest)
         window = min(rest, samples or self._window)
         while True:
             sample_ids, ends = self._sample_ids(at, window)
@@ -446,13 +435,13 @@ class PlannedStream(Stream):
                 **self._about(sample_ids),
             )
             if size == 0:
-                return None
+                return 0
             if size is not None:
                 units = int(np.searchsorted(ends, size)) + 1
                 self._window = units + units // 4 + 64
                 if self.recipe.overflow == "drop" and self._all_dropped(at, units):
-                    units = rest  # the last step reports all that were dropped
-                return StepBounds.of(at, units, units == rest)
+                    return rest  # the last step reports all that were dropped
+                return units
             window = min(rest, 2 * window)
 
     def _recipe_at(self, at: StreamPosition) -> Recipe:
@@ -495,12 +484,12 @@ class PlannedStream(Stream):
             "names": sample_ids,
         }
 
-    def _plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
+    def _plan_step(self, at: StreamPosition, after: StreamPosition) -> tuple[Plan, IntArray]:
         """(the plan of a step for the ranks that began it, the ids of its samples)."""
-        at = bounds.before
-        sample_ids, _ = self._sample_ids(at, bounds.after.position - at.position)
+        sample_ids, _ = self._sample_ids(at, after.position - at.position)
         lengths, about = self.source.lengths_of(sample_ids), self._about(sample_ids)
-        return plan_step(lengths, self._recipe_at(at), last=bounds.last, **about), sample_ids
+        last = after.position == self._units
+        return plan_step(lengths, self._recipe_at(at), last=last, **about), sample_ids
 
     def _deal(self, rest: ByRank, ranks: int, plan: Plan, sample_ids: IntArray) -> ByRank:
         """What is left of a step, planned for this number of ranks. Its segments are those of the
@@ -542,10 +531,10 @@ class PlannedStream(Stream):
 
         return [[with_segments(micro) for micro in micros] for micros in again[0]]
 
-    def _known_count(self, bounds: StepBounds) -> int | None:
+    def _known_count(self, at: StreamPosition, after: StreamPosition) -> int | None:
         """Micro-batches per rank of a step, if that is known without planning it: not of the last
         step of an epoch, nor of one begun before."""
-        if bounds.last or bounds.before.inside:
+        if after.position == self._units or at.inside:
             return None
         return self.recipe.steps.micro_batches
 
@@ -589,8 +578,8 @@ class PlannedStream(Stream):
     def skip_batches(self, steps: int) -> None:
         """Start `steps` steps later. Nothing is read or planned."""
         steps = whole_number("steps to skip", steps, least=0)
-        for bounds in islice(self._bounds(self._start), steps):
-            self._start = bounds.after
+        for _, after in islice(self._bounds(self._start), steps):
+            self._start = after
             self._restart()
 
     def _start_epochs(self) -> Collection[int]:
@@ -621,8 +610,7 @@ class PlannedStream(Stream):
         settings |= {"recipe": self.recipe.to_dict(), "per sample": {}}
         settings["end"] = [self.max_num_steps, self.infinite_loop]
         if self._loss_tokens is not None:
-            digest = column_digest(self._loss_tokens, ALL_DIGESTED)
-            settings["per sample"] = {"loss_tokens": digest}
+            settings["per sample"] = {"loss_tokens": _digest(self._loss_tokens)}
         if self._columns is not None:
             settings["columns"] = self._column_digests
         return settings_digest(settings)
@@ -631,15 +619,10 @@ class PlannedStream(Stream):
     def _identity(self) -> dict[str, str]:
         """What a cursor belongs to. Ranks, layout and balance may change, because they do not
         affect which samples a step holds."""
-        data = self._identity_of_data("samples", measured=True)
-        return {"stream": "planned", **data, **self._identity_of_steps}
-
-    @property
-    def _identity_of_steps(self) -> dict[str, str]:
-        """Order and groups."""
-        identity = {"order": self._order.description}
+        identity = {"stream": "planned", **self._identity_of_data("samples", measured=True)}
+        identity["order"] = self._order.description
         if self._groups is not None:
-            identity["groups"] = column_digest(self._groups)
+            identity["groups"] = column_digest(self._groups.__getitem__, len(self._groups))
         return identity
 
     @cached_property
@@ -665,7 +648,7 @@ class PlannedStream(Stream):
         """A digest of each column that the recipe uses."""
         columns = self._columns or {}
         names = [name for name in self.recipe.columns if name in columns]
-        return {name: column_digest(columns[name], ALL_DIGESTED) for name in names}
+        return {name: _digest(columns[name]) for name in names}
 
     # Length ------------------------------------------------------------------------------------
 
@@ -710,22 +693,22 @@ class PlannedStream(Stream):
         return counts
 
     def _count_steps(
-        self, steps: Iterable[StepBounds], drop_last: bool = False, progress: Progress | None = None
+        self, steps: Iterable[Bounds], drop_last: bool = False, progress: Progress | None = None
     ) -> EpochSize:
         """Count steps. Plans a step only if its number of micro-batches is not known otherwise."""
         num_steps = micro_batches = 0
-        for bounds in steps:
-            count = None if drop_last else self._known_count(bounds)
+        for at, after in steps:
+            count = None if drop_last else self._known_count(at, after)
             if count is None:
-                plan, sample_ids = self._plan_step(bounds)
+                plan, sample_ids = self._plan_step(at, after)
                 count = int(plan.cell_offsets[1])
-                if bounds.before.inside:
-                    count = len(self._rest(bounds.before.inside, plan, sample_ids)[0])
+                if at.inside:
+                    count = len(self._rest(at.inside, plan, sample_ids)[0])
                 elif drop_last and (np.diff(plan.segment_offsets) == 0).any():
                     count = 0
             num_steps, micro_batches = num_steps + (count > 0), micro_batches + count
             if progress is not None:
-                progress(bounds.after.position, self._units)
+                progress(after.position, self._units)
         return EpochSize(num_steps, micro_batches)
 
     def plan_epoch(self, epoch: int = 0, *, progress: Progress | None = None) -> Plan:
@@ -784,6 +767,11 @@ class PlannedStream(Stream):
         return self._count_steps(islice(bounds, 1)).micro_batches
 
 
+def _digest(column: NDArray[Any]) -> str:
+    """A digest of all entries of a column, of 4096 of more than 262,144."""
+    return column_digest(column.__getitem__, len(column), ALL_DIGESTED)
+
+
 # Steps of a saved plan ---------------------------------------------------------------------------
 
 
@@ -818,24 +806,18 @@ class SavedPlanStream(PlannedStream):
         recipe = recipe_on_fewer_ranks(plan.recipe, ranks)
         super().__init__(source, recipe, world=world, shuffle=False, **options)
         self._columns = None  # the plan has been made of them
+        self._units = plan.num_steps
 
     @cached_property
     def _samples_by_step(self) -> Ragged:
         return samples_by_step(self._plan)
 
-    @property
-    def _units(self) -> int:
-        return self._plan.num_steps
+    def _step_units(self, at: StreamPosition) -> int:
+        """One step; 0 at the end of the plan."""
+        return int(at.position < self._units)
 
-    def _next_step(self, at: StreamPosition) -> StepBounds | None:
-        """One step; None at the end of the plan."""
-        if at.position >= self._units:
-            return None
-        return StepBounds.of(at, 1, at.position + 1 == self._units)
-
-    def _plan_step(self, bounds: StepBounds) -> tuple[Plan, IntArray]:
+    def _plan_step(self, at: StreamPosition, after: StreamPosition) -> tuple[Plan, IntArray]:
         """(the step as planned, on the ranks that began it, the ids of its samples)."""
-        at = bounds.before
         samples = self._samples_by_step[at.position]
         ids = samples if self._plan.sample_ids is None else self._plan.sample_ids[samples]
         lengths, planned = self.source.lengths_of(ids), self._plan.lengths[samples]
@@ -861,11 +843,11 @@ class SavedPlanStream(PlannedStream):
         """The plan itself."""
         return self._plan
 
-    def _known_count(self, bounds: StepBounds) -> int | None:
+    def _known_count(self, at: StreamPosition, after: StreamPosition) -> int | None:
         """Micro-batches per rank as the plan says, except for a step begun before."""
-        if bounds.before.inside:
+        if at.inside:
             return None
-        cell = bounds.before.position * self._plan.num_ranks
+        cell = at.position * self._plan.num_ranks
         planned = self._plan.cell_offsets[cell + 1] - self._plan.cell_offsets[cell]
         return int(planned) * self._plan.num_ranks // self.world.size
 
@@ -874,10 +856,11 @@ class SavedPlanStream(PlannedStream):
         """Whether samples of the plan share tokens, or ranks share samples."""
         return self._plan.segments.parent is not None
 
-    @property
-    def _identity_of_steps(self) -> dict[str, str]:
-        """The plan, which determines everything."""
-        return {"plan": self._plan.fingerprint[:16]}
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        """What a cursor belongs to: the plan, which determines everything."""
+        data = self._identity_of_data("samples", measured=True)
+        return {"stream": "planned", **data, "plan": self._plan.fingerprint[:16]}
 
     @property
     def _estimated_steps(self) -> Estimate:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -128,7 +130,7 @@ class PooledStream(Stream):
         self._loaded: ReaderStates | None = None
         self._epoch = self._done = self._skip = 0
         self._changed = False  # settings, since the loaded state was taken
-        self._counts: dict[tuple[int, int], list[int]] = {}  # by epoch and workers
+        self._counts: dict[int, list[int]] = {}  # steps left of each reader, by workers
         self._items_seen = self._micro_batches_seen = 0  # dropped and skipped items count, too
 
     @property
@@ -146,8 +148,11 @@ class PooledStream(Stream):
     def walk(self, worker: int = 0, workers: int = 1, turn: int | None = None) -> Iterator[Step]:
         """The steps of one of this rank's workers, which take turns. Its first step is number
         `turn` from the start: `worker`, unless the loaded cursor is the worker's own."""
-        self._iterated = True
-        reader, reader_turn, number = self._open(worker, workers, turn)
+        self._iterated, begin = True, self
+        if self._skip:
+            begin = copy(self)
+            begin.load_state_dict(self.start(workers).to_dict())
+        reader, reader_turn, number = begin._open(worker, workers, turn)
         # Some workers may end early, so with several workers only their loader counts the steps.
         counted = workers == 1 or self.infinite_loop
         while self.max_num_steps is None or number < self.max_num_steps or not counted:
@@ -178,22 +183,15 @@ class PooledStream(Stream):
             yield step
             number += workers
 
-    def _open(self, worker: int, workers: int, turn: int | None) -> tuple[PoolReader, int, int]:
-        """(reader of a worker, its turn, number of its next step), after the steps to be skipped.
-        Worker 0 gets the reader whose turn is next after them."""
+    def _open(
+        self, worker: int, workers: int, turn: int | None = None
+    ) -> tuple[PoolReader, int, int]:
+        """(reader of a worker, its turn, number of its next step), before the steps to skip."""
         refuse_empty(self.source)
-        begins = (worker + self._skip) % workers if turn is None else turn
-        state, reader_turn = self._resume(
-            begins if turn is None else worker, workers, alone=turn is not None
-        )
+        state, reader_turn = self._resume(worker, workers, alone=turn is not None)
+        number = self._done + (worker if turn is None else turn)
         reader = self._reader(state, self._items(), self.length_of)
-        number = self._done + begins
-        ahead = 0 if state.step is None else state.step - number
-        while number < self.done and reader.step(number + ahead) is not None:
-            number += workers
-        if self._skip:
-            reader.newly_lost()  # reported when those steps ran
-        return reader, reader_turn, number + ahead
+        return reader, reader_turn, number if state.step is None else state.step
 
     def _reader(self, state: ReaderState, items: EpochSource, length_of: Measure) -> PoolReader:
         endless, skip = self.infinite_loop, self.on_error == "skip"
@@ -221,13 +219,22 @@ class PooledStream(Stream):
 
     def start(self, workers: int = 1) -> Cursor:
         """The cursor of this rank before its first step, for this number of workers. Reads the
-        steps to be skipped."""
-        if self._skip:
-            opened = [self._open(worker, workers, None) for worker in range(workers)]
-            turns = [(reader.state(number), turn) for reader, turn, number in opened]
-        else:
-            turns = [self._resume(worker, workers) for worker in range(workers)]
-        return self._cursor(self.done, workers, turns[0][1], [state for state, _ in turns])
+        steps to skip; its number of steps is lower if there are fewer."""
+        if not self._skip:
+            resumed = [self._resume(worker, workers) for worker in range(workers)]
+            return self._cursor(self.done, workers, resumed[0][1], [state for state, _ in resumed])
+        opened = [self._open(worker, workers) for worker in range(workers)]
+        readers, turns, numbers = map(list, zip(*opened, strict=True))
+        turn, waiting, skipped = turns[0], deque(range(workers)), 0
+        while waiting and skipped < self._skip:
+            # Workers take turns; one that has ended is left out, as by a loader.
+            worker = waiting.popleft()
+            if readers[worker].step(numbers[worker]) is not None:
+                numbers[worker] += workers
+                turn, skipped = (turns[worker] + 1) % workers, skipped + 1
+                waiting.append(worker)
+        states = [reader.state(number) for reader, number in zip(readers, numbers, strict=True)]
+        return self._cursor(self._done + skipped, workers, turn, states)
 
     def _resume(self, worker: int, workers: int, alone: bool = False) -> tuple[ReaderState, int]:
         """(the state that a worker begins with, its turn). A loader begins with worker 0, which
@@ -260,8 +267,7 @@ class PooledStream(Stream):
 
     def _steps_left(self, states: list[ReaderState], workers: int) -> list[int]:
         """The steps of each reader, such that all ranks end together."""
-        key = (self._epoch if self._loaded is None else -1, workers)
-        if key not in self._counts:
+        if workers not in self._counts:
             items, counts = ItemLengths(self._items(), self.length_of), [0] * len(states)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of skipped samples: warned of when they are run
@@ -270,8 +276,8 @@ class PooledStream(Stream):
                     number -= state.reader // workers * workers
                     while reader.step(number + counts[state.reader] * workers) is not None:
                         counts[state.reader] += 1
-            self._counts[key] = common_steps(np.array(counts, np.int64), workers)
-        return self._counts[key]
+            self._counts[workers] = common_steps(np.array(counts, np.int64), workers)
+        return self._counts[workers]
 
     def _cursor(self, step: int, workers: int, turn: int, states: Iterable[ReaderState]) -> Cursor:
         position = {  # see `ReaderStates.from_dict`
@@ -294,8 +300,7 @@ class PooledStream(Stream):
         self._loaded = ReaderStates.from_dict(cursor.position)
         self._done, self._skip = cursor.step, 0
         self._restart()
-        self._changed = bool(cursor.differences(self._identity))
-        self._counts.clear()
+        self._changed, self._counts = bool(cursor.differences(self._identity)), {}
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """What differs between this stream and that of a state, in words; [] if nothing does."""
@@ -309,6 +314,7 @@ class PooledStream(Stream):
 
     def _start_epoch(self, epoch: int, done: int) -> None:
         self._loaded, self._epoch, self._done, self._skip = None, epoch, done, 0
+        self._counts = {}
 
     def skip_batches(self, steps: int) -> None:
         """Start `steps` steps later. This reads their samples; to resume, load a cursor instead."""

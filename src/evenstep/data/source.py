@@ -317,18 +317,13 @@ def spread(count: int, most: int = _SPREAD_ITEMS) -> list[int]:
     return items
 
 
-def digested_entries(count: int, complete: int = _SOME_DIGESTED) -> IntArray:
-    """Which entries of a column are digested: all of up to `complete`, 4096 of more."""
-    return np.arange(count) if count <= complete else np.array(spread(count, _SOME_DIGESTED))
-
-
-def column_digest(column: NDArray[Any], complete: int = _SOME_DIGESTED) -> str:
-    """A digest of a column with one entry per sample, at a cost that does not grow with it."""
-    return values_digest(len(column), column[digested_entries(len(column), complete)])
-
-
-def values_digest(count: int, seen: NDArray[Any]) -> str:
-    """A digest of the entries that were `seen` of a column of `count`."""
+def column_digest(
+    read: Callable[[IntArray], NDArray[Any]], count: int, complete: int = _SOME_DIGESTED
+) -> str:
+    """A digest of a column of `count` entries, at a cost that does not grow with it: of all of up
+    to `complete` entries, of 4096 of more."""
+    whole = count <= complete
+    seen = read(np.arange(count) if whole else np.array(spread(count, _SOME_DIGESTED)))
     if seen.dtype.kind in "biuf":
         body = seen.astype("<f8" if seen.dtype.kind == "f" else "<i8").tobytes()
     else:

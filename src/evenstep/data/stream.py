@@ -27,13 +27,12 @@ from evenstep.data.source import (
     SampleSource,
     Source,
     cause_of,
+    column_digest,
     digest_of,
-    digested_entries,
     has_random_access,
     is_seeded,
     read_samples,
     spread,
-    values_digest,
 )
 from evenstep.errors import ConfigError, InputError, PlanError, SampleError
 from evenstep.planning.units import refusal, refused
@@ -204,8 +203,7 @@ class Stream(ABC):
             # Of all lengths of up to 262,144 samples; of 4096, evenly spread, of more. A sample
             # that was edited usually has another length.
             known = cast("MeasuredSource", source)
-            seen = known.lengths_of(digested_entries(len(known), ALL_DIGESTED))
-            identity["lengths"] = values_digest(len(known), seen)
+            identity["lengths"] = column_digest(known.lengths_of, len(known), ALL_DIGESTED)
         if is_seeded(source):
             identity["seed of samples"] = str(self.seed)
         return identity
@@ -374,27 +372,17 @@ def until_all_end(
 
 def empty_step(before: Step | None, recipe: Recipe) -> Step:
     """A step without work for this rank: as many empty micro-batches as the step before had."""
-    empty: MicroBatch = micro_batch([], recipe)
-    if before is None:
-        before = Step(
-            number=-1,
-            epoch=0,
-            micro_batches=(empty,) * (recipe.steps.micro_batches or 1),
-            samples={},
-            cursor=Cursor(identity={}, step=-1, position={}),
-            budget=recipe.layout.budget,
-            ranks=recipe.topology.dp,
-        )
-    return replace(
-        before,
-        number=before.number + 1,
-        micro_batches=(empty,) * len(before),
+    count = (recipe.steps.micro_batches or 1) if before is None else len(before)
+    cursor = Cursor(identity={}, step=-1, position={}) if before is None else before.cursor
+    return Step(
+        number=0 if before is None else before.number + 1,
+        epoch=0 if before is None else before.epoch,
+        micro_batches=(micro_batch([], recipe),) * count,
         samples={},
-        cursor=replace(before.cursor, step=before.cursor.step + 1),
-        lost={},
-        batches=None,
-        plan=None,
-        sample_ids=None,
+        cursor=replace(cursor, step=cursor.step + 1),
+        budget=recipe.layout.budget,
+        ranks=recipe.topology.dp,
+        fingerprint="" if before is None else before.fingerprint,
     )
 
 

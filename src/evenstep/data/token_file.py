@@ -114,7 +114,7 @@ class TokenFile(MappedTokens):
     def fingerprint(self) -> str:
         """Covers all samples. It was computed when they were written, so nothing is read, and a
         file that was changed in place by other means is not noticed (see `verify`)."""
-        digests = [digest_of(file.header.encode()).hex() for file in self._files]
+        digests = [file.digest.hex() for file in self._files]
         return digests[0] if len(digests) == 1 else digest_of(" ".join(digests)).hex()
 
     def verify(self) -> None:
@@ -129,7 +129,8 @@ class TokenFile(MappedTokens):
 
     def _open(self, path: Path) -> _TokenColumns:
         data = _mapped(path)
-        header = Header.decode(path, data[:HEADER_SIZE])
+        block = data[:HEADER_SIZE]
+        header = Header.decode(path, block)
         sections, size = header.sections()
         if len(data) != size:
             raise _damaged(path, f"it has {len(data)} bytes instead of {size}")
@@ -138,7 +139,7 @@ class TokenFile(MappedTokens):
         offsets = columns.pop(OFFSETS)
         if (offsets[0], offsets[-1]) != (0, header.tokens):
             raise _damaged(path, f"its samples span tokens {offsets[0]} to {offsets[-1]}")
-        return _TokenColumns(path, header, columns, offsets)
+        return _TokenColumns(path, header, digest_of(block), columns, offsets)
 
     @cached_property
     def _files(self) -> list[_TokenColumns]:
@@ -155,10 +156,11 @@ class TokenFile(MappedTokens):
 
 @dataclass(frozen=True, slots=True)
 class _TokenColumns:
-    """An opened token file."""
+    """An opened token file, and the digest of its header."""
 
     path: Path
     header: Header
+    digest: bytes
     columns: dict[str, NDArray[Any]]
     offsets: NDArray[Any]
 

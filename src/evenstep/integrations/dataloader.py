@@ -205,8 +205,7 @@ class StreamLoader:
         stream, most, gather = self.stream, self.stream.max_num_steps, self._gather
         pooled = stream if isinstance(stream, PooledStream) else None
         agree = not (stream.infinite_loop or stream.ends_together)
-        can_share = gather is not None and pooled is not None and pooled.can_share
-        shared_at = -1 if can_share else None  # None: never
+        shared_at = -1 if self._shares_rest else None  # None: never
         steps, before = _steps_from(self._loader, iterators), None
         while most is None or now.step < most:
             step = next(steps, None)
@@ -236,6 +235,13 @@ class StreamLoader:
             joined = stream.join([now, step.cursor]) if step.cursor.position else now
             now = replace(joined, step=number + 1)
             yield replace(step, number=number, cursor=now)
+
+    @property
+    def _shares_rest(self) -> bool:
+        """Whether ranks share what is left when the first of them ends."""
+        stream = self.stream
+        shares = isinstance(stream, PooledStream) and stream.can_share and not stream.infinite_loop
+        return shares and not stream.ends_together and self._gather is not None
 
     def _ranks_with_steps(self, mine: bool) -> tuple[bool, bool]:
         """Whether any rank has a step, and whether every rank has."""
@@ -288,9 +294,17 @@ class StreamLoader:
         self._now = None
 
     def skip_batches(self, steps: int) -> None:
-        """Start `steps` steps later."""
+        """Start `steps` steps later; where ranks share what is left, not past the end of one."""
+        before = self.stream.done
         self.stream.skip_batches(steps)
-        self.load_state_dict(self.stream.start(max(1, self.num_workers)).to_dict())
+        start = self.stream.start(max(1, self.num_workers))
+        if self._shares_rest and start.step < before + steps:
+            raise CursorError(
+                f"rank {self.stream.world.rank} has {start.step - before} of the {steps} steps to "
+                f"skip. What other ranks have left is shared by all then, so the steps that follow "
+                f"are unknown. Load a cursor instead."
+            )
+        self.load_state_dict(start.to_dict())
 
 
 def _num_steps(stream: Stream, progress: Progress | None = None) -> int:
