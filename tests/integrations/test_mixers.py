@@ -490,6 +490,25 @@ def test_a_base_model_called_by_itself_runs_on_rows() -> None:
     assert torch.allclose(states, torch.cat(one_by_one, 1), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("parts", [("base", "whole"), ("whole", "base"), ("whole",)])
+def test_a_model_and_its_base_model_run_on_rows_side_by_side(parts: tuple[str, ...]) -> None:
+    """Neither forward of Mamba takes boundaries as keyword arguments."""
+    model = hybrid("mamba", None)
+    samples = samples_of((5, 23, 12))
+    tokens = [sample["input_ids"][None] for sample in samples]
+    logits = torch.cat([model(input_ids=each, use_cache=False).logits for each in tokens], 1)
+    states = [model.base_model(input_ids=each, use_cache=False)[0] for each in tokens]
+    for part in parts:
+        assert supports_packing(model if part == "whole" else model.base_model).safe
+    batch = packed(samples, 3)
+
+    together = model(**hf_kwargs(batch, model)).logits[:, :40]
+    base = model.base_model(**hf_kwargs(batch, model.base_model))[0][:, :40]
+
+    assert torch.allclose(together, logits, rtol=0, atol=1e-6)
+    assert torch.allclose(base, torch.cat(states, 1), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_base_model_trains_by_itself_with_checkpoints(name: str, reentrant: bool) -> None:

@@ -401,15 +401,22 @@ class _Decision(NamedTuple):
         return (self.registered, self.mixers) == _registered_and_mixers(model)
 
 
-_DECISIONS: WeakKeyDictionary[Any, dict[str, _Decision]] = WeakKeyDictionary()
-"""By model and attention implementation."""
+_DECISIONS: WeakKeyDictionary[Any, dict[tuple[str, str], _Decision]] = WeakKeyDictionary()
+"""By model, and by its attention implementation and device."""
+
+
+def _conditions(model: Any) -> tuple[str, str]:
+    """What decides which code runs: small forwards may be possible on one device only."""
+    first = next(model.parameters(), None)
+    return _implementation_of(model), "" if first is None else first.device.type
 
 
 def support_of(model: Any) -> Support:
     """`supports_packing` of segments whose lengths the model's RoPE allows in one micro-batch,
-    decided again if the attention implementation, registered classes or mixers are others."""
+    decided again if the attention implementation, device, registered classes or mixers are others.
+    """
     model = unwrapped(model)
-    decision = _DECISIONS.get(model, {}).get(_implementation_of(model))
+    decision = _DECISIONS.get(model, {}).get(_conditions(model))
     return decision.support if decision is not None and decision.holds(model) else _decide(model)
 
 
@@ -434,8 +441,8 @@ def _decide(model: Any) -> Support:
     except BaseException:
         release(core)
         raise
-    by_name = _DECISIONS.setdefault(model, {})
-    by_name[_implementation_of(model)] = _Decision(support, *_registered_and_mixers(model))
+    decisions = _DECISIONS.setdefault(model, {})
+    decisions[_conditions(model)] = _Decision(support, *_registered_and_mixers(model))
     return support
 
 

@@ -291,52 +291,55 @@ def _forget() -> None:
             _CALLS.pop(key, None)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _enter_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The pre-hook of the outermost module: read the segments, take the keyword away."""
+def _segments_given(args: Any, kwargs: dict[str, Any]) -> SegmentRows | None:
+    """The segments that a call is given. Takes the keyword away."""
     segments = kwargs.pop(KEYWORD, None)
     ends, mask = kwargs.get("cu_seq_lens_q"), kwargs.get("attention_mask")
     if segments is None and ends is not None and mask is None:
         segments = torch.stack((ends[:-1], ends.diff()))
     tokens = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    read = None
-    if segments is not None and isinstance(tokens, Tensor):
-        read = SegmentRows.read(segments, *tokens.shape[:2])
-    _forget()
-    _push(read, _backward())
+    if segments is None or not isinstance(tokens, Tensor):
+        return None
+    return SegmentRows.read(segments, *tokens.shape[:2])
+
+
+def _enter(args: Any, kwargs: dict[str, Any], outermost: bool = False) -> tuple[Any, Any]:
+    """The segments of a call of a module around mixers: those that it is given, those of the call
+    around it, or of its own forward if that is recomputed."""
+    given, backward = KEYWORD in kwargs, _backward()
+    frame = None if given else _frame_of(args, kwargs)
+    if frame is not None:
+        _push(frame.segments, frame.backward)
+    elif given or outermost or backward == _NOT:
+        segments = _segments_given(args, kwargs)
+        _forget()
+        _push(segments, backward)
+        _remember(segments, args, kwargs)
+    else:
+        _push(None, _UNKNOWN)
     return args, kwargs
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _leave_model(model: nn.Module, args: Any, output: Any) -> None:
+def _enter_model(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return _enter(args, kwargs, outermost=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _leave_model(module: nn.Module, args: Any, output: Any) -> None:
     _pop()
 
 
-def _enter_layer(
-    module: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]] | None:
-    """The pre-hook of modules around mixers: a recomputation may begin here, or the call of a base
-    model by itself."""
-    if torch.compiler.is_compiling():
-        if KEYWORD in kwargs:
-            raise ConfigError(
-                f"{class_of(module).__name__} is compiled and called by itself with {KEYWORD}. "
-                f"Compile and call the whole model."
-            )
-        return None
+def _enter_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """A base model may be called by itself, and a recomputation may begin at any module."""
+    if not torch.compiler.is_compiling():
+        return _enter(args, kwargs)
     if KEYWORD in kwargs:
-        entered: tuple[Any, dict[str, Any]] = _enter_model(module, args, kwargs)
-        return entered
-    frame = _frame_of(args, kwargs)
-    if frame is None and _backward() == _NOT:  # called by itself, without boundaries
-        _forget()
-        _push(None, _NOT)
-        _remember(None, args, kwargs)
-    elif frame is None:
-        _push(None, _UNKNOWN)
-    else:
-        _push(frame.segments, frame.backward)
+        raise ConfigError(
+            f"{class_of(module).__name__} is compiled and called by itself with {KEYWORD}. "
+            f"Compile and call the whole model."
+        )
     return None
 
 
@@ -614,32 +617,26 @@ def mixers_of(model: Any) -> dict[str, Any]:
 
 
 def has_mixers(model: Any) -> bool:
-    """Whether modules of a transformers model run on rows."""
+    """Whether modules of a transformers model, or of a part of one, run on rows."""
     return "_evenstep_handles" in model.__dict__
 
 
 def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
     """Run these modules of a model on rows of one segment each whenever a batch is packed."""
     release(model)
-    around: dict[str, Any] = {}
+    around = {model: (_enter_model, _leave_model)}
     for name, mixer in mixers.items():
         module = model.get_submodule(name)
         _runs_once(module, mixer)
         module._evenstep_mixer, module._evenstep_forward = mixer, module.forward
         module.forward = partial(_forward_on_rows, module)
-        parts = name.split(".")
-        around |= {
-            ".".join(parts[:k]): model.get_submodule(".".join(parts[:k]))
-            for k in range(1, len(parts))
-        }
-    handles = [
-        model.register_forward_pre_hook(_enter_model, with_kwargs=True),
-        model.register_forward_hook(_leave_model, always_call=True),
-    ]
-    for module in dict.fromkeys(around.values()):
-        handles.append(module.register_forward_pre_hook(_enter_layer, with_kwargs=True))
-        handles.append(module.register_forward_hook(_leave_layer, always_call=True))
-    model._evenstep_handles = handles
+        while name := name.rpartition(".")[0]:
+            around.setdefault(model.get_submodule(name), (_enter_layer, _leave_layer))
+    for module, (enter, leave) in around.items():
+        module._evenstep_handles = [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
 
 
 def release(model: Any) -> None:
@@ -652,5 +649,6 @@ def release(model: Any) -> None:
         else:
             module.forward = module._evenstep_forward
         del module._evenstep_mixer, module._evenstep_forward
-    for handle in model.__dict__.pop("_evenstep_handles", ()):
-        handle.remove()
+    for module in model.modules():
+        for handle in module.__dict__.pop("_evenstep_handles", ()):
+            handle.remove()
