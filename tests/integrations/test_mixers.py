@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_attention import use_attention
@@ -437,6 +437,17 @@ def test_noise_does_not_stay_in_gathered_parameters() -> None:
 
     assert mixers.mixers_of(model)
     assert not model(input_ids=tokens).logits.any()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_models_that_fully_shard_casts_are_not_refused_for_rounding(name: str) -> None:
+    model = hybrid(name).float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mp_policy=policy)
+
+    assert supports_packing(model).safe
 
 
 @pytest.mark.usefixtures("one_rank")
