@@ -42,6 +42,7 @@ from evenstep.integrations.hf_arguments import (
 )
 from evenstep.integrations.mixers import (
     Mixer,
+    Rows,
     class_of,
     equal_lengths,
     has_mixers,
@@ -288,15 +289,13 @@ def _in_own_rows(batch: Batch) -> tuple[Batch, Tensor]:
     tiles = (batch.sample_ids >= 0).nonzero()[:, 0]
     begins, lengths = batch.cu_seqlens[:-1][tiles].long(), batch.seqlens[tiles]
     rows, width = len(lengths), max(int(lengths.max()), 1) if len(lengths) else 1
-    column = torch.arange(width, device=batch.device)
-    inside = column < lengths[:, None]  # (segments, width)
-    slots = torch.where(inside, begins[:, None] + column, begins[:, None])
+    gathered = Rows.of(begins, lengths, width)
 
     def moved(values: Tensor) -> Tensor:
-        return values.flatten(0, 1)[slots]
+        return values.flatten(0, 1)[gathered.slots]
 
     per_slot = {name: moved(getattr(batch, name)) for name in PER_SLOT}
-    per_slot["position_ids"] = column.expand(rows, -1)
+    per_slot["position_ids"] = torch.arange(width, device=batch.device).expand(rows, -1)
     per_slot["segment_ids"] = torch.arange(rows, device=batch.device)[:, None].expand(-1, width)
     padded = replace(
         batch,
@@ -313,7 +312,7 @@ def _in_own_rows(batch: Batch) -> tuple[Batch, Tensor]:
             for name, extra in batch.extras.items()
         },
     )
-    return padded, slots[inside]
+    return padded, gathered.slots[gathered.inside]
 
 
 # Which models support packed batches --------------------------------------------------------------

@@ -94,6 +94,13 @@ class Rows(NamedTuple):
     inside: Tensor  # (rows, width) bool
     first: Tensor  # (rows,) the first slot of each
 
+    @classmethod
+    def of(cls, begins: Tensor, lengths: Tensor, width: int) -> Rows:
+        """From first slots and lengths."""
+        place = torch.arange(width, device=begins.device)
+        inside = place < lengths[:, None]
+        return cls(torch.where(inside, begins[:, None] + place, begins[:, None]), inside, begins)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentRows:
@@ -125,12 +132,9 @@ class SegmentRows:
 
     def groups(self, device: torch.device, equal: bool, single: bool) -> list[Rows]:
         """All segments in groups of rows: without padding if `equal`, all in one if `single`."""
-        groups: list[Rows] = self.once(SegmentRows._groups, device, equal, single)
-        return groups
-
-    def _groups(self, device: torch.device, equal: bool, single: bool) -> list[Rows]:
+        lengths, begins = torch.tensor([self.lengths, self.begins], device=device)
         parts = row_groups(self.lengths, self.rows * self.width, equal, single)
-        return [self._rows(part, device) for part in parts]
+        return [Rows.of(begins[part], lengths[part], self.lengths[part[0]]) for part in parts]
 
     def chunks(self, device: torch.device) -> Chunks:
         """All segments in chunks, for the delta rule."""
@@ -156,13 +160,6 @@ class SegmentRows:
             "max_length_k": longest,
             "seq_idx": places.to(device, torch.int32)[None],
         }
-
-    def _rows(self, part: list[int], device: torch.device) -> Rows:
-        lengths = torch.tensor([self.lengths[k] for k in part], device=device)
-        begins = torch.tensor([self.begins[k] for k in part], device=device)
-        place = torch.arange(max(self.lengths[k] for k in part), device=device)
-        inside = place < lengths[:, None]
-        return Rows(torch.where(inside, begins[:, None] + place, begins[:, None]), inside, begins)
 
 
 def row_groups(
@@ -443,7 +440,7 @@ def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
     device = next((leaf.device for _, leaf in leaves if isinstance(leaf, Tensor)), None)
     if device is None or not any(axes):
         return forward(*args, **kwargs)
-    groups = segments.groups(device, mixer.equal, single)
+    groups: list[Rows] = segments.once(SegmentRows.groups, device, mixer.equal, single)
     results = []
     _push(None, frame.backward)  # what is inside gets rows
     try:

@@ -305,9 +305,8 @@ class MixerSearch:
         self.calls = self._calls(self.samples, with_boundaries=False)
         self.longer = self._calls([*self.samples, self.samples[0]], with_boundaries=False)
         self.kinds = set(registered_in(self.core))  # classes that run on rows
-        self.unfit: set[str] = (
-            set()
-        )  # classes whose callers compute with more than values of tokens
+        # Classes whose callers compute with more than values of tokens.
+        self.unfit: set[str] = set()
 
     def run(self) -> str | None:
         """Wrap all mixers; why they cannot be found, else None."""
@@ -356,10 +355,8 @@ class MixerSearch:
         """Whether nothing leaks, and outputs and gradients are those of rows."""
         with probing(self.model):
             try:
-                if self._leak(self.samples, self.other) is not None:
-                    return False
                 other, *samples = map(self.probe.sample, (self.long[0], *self.long))
-                if self._leak(samples, other) is not None:
+                if self._leak(self.samples, self.other) or self._leak(samples, other):
                     return False
             except Exception:
                 return False
