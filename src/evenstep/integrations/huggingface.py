@@ -312,7 +312,7 @@ def _in_own_rows(batch: Batch) -> tuple[Batch, Tensor]:
             for name, extra in batch.extras.items()
         },
     )
-    return padded, gathered.slots[gathered.inside]
+    return padded, gathered.token_slots()
 
 
 # Which models support packed batches --------------------------------------------------------------

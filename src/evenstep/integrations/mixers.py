@@ -93,13 +93,19 @@ class Rows(NamedTuple):
     slots: Tensor
     inside: Tensor  # (rows, width) bool
     first: Tensor  # (rows,) the first slot of each
+    places: Tensor  # (tokens,) of all real places, row by row
 
     @classmethod
     def of(cls, begins: Tensor, lengths: Tensor, width: int) -> Rows:
         """From first slots and lengths."""
         place = torch.arange(width, device=begins.device)
         inside = place < lengths[:, None]
-        return cls(torch.where(inside, begins[:, None] + place, begins[:, None]), inside, begins)
+        slots = torch.where(inside, begins[:, None] + place, begins[:, None])
+        return cls(slots, inside, begins, inside.flatten().nonzero()[:, 0])
+
+    def token_slots(self) -> Tensor:
+        """(tokens,) the slots of all real places."""
+        return self.slots.flatten()[self.places]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -511,7 +517,7 @@ def _put_back(
     module: Any, mixer: Mixer, results: list[Any], groups: list[Rows], segments: SegmentRows
 ) -> Any:
     """The results of all groups at the slots of their tokens, zeros elsewhere."""
-    slots = torch.cat([rows.slots[rows.inside] for rows in groups])
+    slots = torch.cat([rows.token_slots() for rows in groups])
     leaves, spec = leaves_of(results[0])
     others = [leaves_of(result)[0] for result in results]
     merged = []
@@ -540,9 +546,9 @@ def _put_back(
 
 def _tokens_of(tensor: Tensor, axes: Axes, rows: Rows) -> Tensor:
     """(tokens, ...) of the real places of rows."""
-    if axes.row is None:
-        return tensor[rows.inside.flatten()]
-    return tensor.movedim((axes.row, axes.width[0]), (0, 1))[rows.inside]
+    if axes.row is not None:
+        tensor = tensor.movedim((axes.row, axes.width[0]), (0, 1)).flatten(0, 1)
+    return tensor.index_select(0, rows.places)
 
 
 # Kernels for packed rows --------------------------------------------------------------------------
