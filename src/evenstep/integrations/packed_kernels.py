@@ -136,8 +136,9 @@ def _precision(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def _parts_of_heads(chunks: Chunks, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """(rows, width, heads, ...) each, some heads at a time."""
-    parts = -(-len(chunks.slots) * tensors[0].shape[2] // AT_ONCE)
+    """(rows, width, heads, ...) each, some heads at a time, about as many in each part."""
+    most = max(1, AT_ONCE // len(chunks.slots))
+    parts = -(-tensors[0].shape[2] // most)
     return zip(*(tensor.chunk(parts, 2) for tensor in tensors), strict=True)
 
 
