@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_attention import use_attention
@@ -440,6 +440,17 @@ def test_noise_does_not_stay_in_gathered_parameters() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_models_that_fully_shard_casts_are_not_refused_for_rounding(name: str) -> None:
+    model = hybrid(name).float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mp_policy=policy)
+
+    assert supports_packing(model).safe
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_sharded_parts_of_a_module_that_selects_are_refused() -> None:
     model = hybrid("glm_moe_dsa")
     batch = packed(samples_of((5, 23, 12)))
@@ -488,6 +499,25 @@ def test_a_base_model_called_by_itself_runs_on_rows() -> None:
     states = model.base_model(**hf_kwargs(packed(samples), model)).last_hidden_state
 
     assert torch.allclose(states, torch.cat(one_by_one, 1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [("base", "whole"), ("whole", "base"), ("whole",)])
+def test_a_model_and_its_base_model_run_on_rows_side_by_side(parts: tuple[str, ...]) -> None:
+    """Neither forward of Mamba takes boundaries as keyword arguments."""
+    model = hybrid("mamba", None)
+    samples = samples_of((5, 23, 12))
+    tokens = [sample["input_ids"][None] for sample in samples]
+    logits = torch.cat([model(input_ids=each, use_cache=False).logits for each in tokens], 1)
+    states = [model.base_model(input_ids=each, use_cache=False)[0] for each in tokens]
+    for part in parts:
+        assert supports_packing(model if part == "whole" else model.base_model).safe
+    batch = packed(samples, 3)
+
+    together = model(**hf_kwargs(batch, model)).logits[:, :40]
+    base = model.base_model(**hf_kwargs(batch, model.base_model))[0][:, :40]
+
+    assert torch.allclose(together, logits, rtol=0, atol=1e-6)
+    assert torch.allclose(base, torch.cat(states, 1), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])

@@ -180,6 +180,16 @@ def test_autocast_rounds_packed_segments_no_more_than_samples_alone(name: str) -
     assert error_of(ours, expected) <= 2 * error_of(theirs, expected)
 
 
+@given(st.integers(1, 9000), st.integers(1, 64))
+def test_parts_of_heads_are_even_within_the_bound_on_memory(chunks: int, heads: int) -> None:
+    slots = mock.Mock(slots=torch.empty(chunks, 0))
+    parts = packed_kernels._parts_of_heads(slots, torch.empty(1, 1, heads))
+    sizes = [tensor.shape[2] for (tensor,) in parts]
+    assert sum(sizes) == heads
+    assert max(sizes) * chunks <= max(packed_kernels.AT_ONCE, chunks)
+    assert len(sizes) <= -(-heads // max(1, packed_kernels.AT_ONCE // chunks))
+
+
 def test_the_delta_rule_does_not_depend_on_the_default_precision() -> None:
     tensors, chunks = drawn(70, 0, 0.0), packed_kernels.chunks_of([0, 5], [5, 65], 70, CPU)
     query, key, value, decays, beta = tensors

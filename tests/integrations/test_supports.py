@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evenstep import Packed, Padded, PlannedStream, Recipe
 from evenstep.data import InMemory, separate_lengths
-from evenstep.errors import InputError
+from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.huggingface import (
     RopeLimit,
     choose_layout,
@@ -222,6 +222,23 @@ def test_what_the_code_does_not_show_is_found_by_running(monkeypatch: pytest.Mon
     support = supports_packing(model)
     assert not support.safe
     assert "affect each other" in support.why
+
+
+def test_a_model_is_judged_again_when_it_gets_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    assert supports_packing(model).safe
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+    monkeypatch.setattr(
+        attention,
+        "forward",
+        lambda *args, **kwargs: (forward(*args, **kwargs)[0].cumsum(1), None),
+    )
+    model.to_empty(device="cpu").load_state_dict(llama("sdpa").state_dict())
+
+    with pytest.raises(ConfigError, match="packed segments affect each other"):
+        hf_forward(model)(model, batch_of([3, 2], "packed"))
 
 
 def test_other_implementations_are_judged_by_running() -> None:

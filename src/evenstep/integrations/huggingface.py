@@ -42,6 +42,7 @@ from evenstep.integrations.hf_arguments import (
 )
 from evenstep.integrations.mixers import (
     Mixer,
+    Rows,
     class_of,
     equal_lengths,
     has_mixers,
@@ -288,15 +289,13 @@ def _in_own_rows(batch: Batch) -> tuple[Batch, Tensor]:
     tiles = (batch.sample_ids >= 0).nonzero()[:, 0]
     begins, lengths = batch.cu_seqlens[:-1][tiles].long(), batch.seqlens[tiles]
     rows, width = len(lengths), max(int(lengths.max()), 1) if len(lengths) else 1
-    column = torch.arange(width, device=batch.device)
-    inside = column < lengths[:, None]  # (segments, width)
-    slots = torch.where(inside, begins[:, None] + column, begins[:, None])
+    gathered = Rows.of(begins, lengths, width)
 
     def moved(values: Tensor) -> Tensor:
-        return values.flatten(0, 1)[slots]
+        return values.flatten(0, 1)[gathered.slots]
 
     per_slot = {name: moved(getattr(batch, name)) for name in PER_SLOT}
-    per_slot["position_ids"] = column.expand(rows, -1)
+    per_slot["position_ids"] = torch.arange(width, device=batch.device).expand(rows, -1)
     per_slot["segment_ids"] = torch.arange(rows, device=batch.device)[:, None].expand(-1, width)
     padded = replace(
         batch,
@@ -313,7 +312,7 @@ def _in_own_rows(batch: Batch) -> tuple[Batch, Tensor]:
             for name, extra in batch.extras.items()
         },
     )
-    return padded, slots[inside]
+    return padded, gathered.token_slots()
 
 
 # Which models support packed batches --------------------------------------------------------------
@@ -401,15 +400,22 @@ class _Decision(NamedTuple):
         return (self.registered, self.mixers) == _registered_and_mixers(model)
 
 
-_DECISIONS: WeakKeyDictionary[Any, dict[str, _Decision]] = WeakKeyDictionary()
-"""By model and attention implementation."""
+_DECISIONS: WeakKeyDictionary[Any, dict[tuple[str, str], _Decision]] = WeakKeyDictionary()
+"""By model, and by its attention implementation and device."""
+
+
+def _conditions(model: Any) -> tuple[str, str]:
+    """What decides which code runs: small forwards may be possible on one device only."""
+    first = next(model.parameters(), None)
+    return _implementation_of(model), "" if first is None else first.device.type
 
 
 def support_of(model: Any) -> Support:
     """`supports_packing` of segments whose lengths the model's RoPE allows in one micro-batch,
-    decided again if the attention implementation, registered classes or mixers are others."""
+    decided again if the attention implementation, device, registered classes or mixers are others.
+    """
     model = unwrapped(model)
-    decision = _DECISIONS.get(model, {}).get(_implementation_of(model))
+    decision = _DECISIONS.get(model, {}).get(_conditions(model))
     return decision.support if decision is not None and decision.holds(model) else _decide(model)
 
 
@@ -434,8 +440,8 @@ def _decide(model: Any) -> Support:
     except BaseException:
         release(core)
         raise
-    by_name = _DECISIONS.setdefault(model, {})
-    by_name[_implementation_of(model)] = _Decision(support, *_registered_and_mixers(model))
+    decisions = _DECISIONS.setdefault(model, {})
+    decisions[_conditions(model)] = _Decision(support, *_registered_and_mixers(model))
     return support
 
 

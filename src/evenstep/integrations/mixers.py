@@ -93,6 +93,19 @@ class Rows(NamedTuple):
     slots: Tensor
     inside: Tensor  # (rows, width) bool
     first: Tensor  # (rows,) the first slot of each
+    places: Tensor  # (tokens,) of all real places, row by row
+
+    @classmethod
+    def of(cls, begins: Tensor, lengths: Tensor, width: int) -> Rows:
+        """From first slots and lengths."""
+        place = torch.arange(width, device=begins.device)
+        inside = place < lengths[:, None]
+        slots = torch.where(inside, begins[:, None] + place, begins[:, None])
+        return cls(slots, inside, begins, inside.flatten().nonzero()[:, 0])
+
+    def token_slots(self) -> Tensor:
+        """(tokens,) the slots of all real places."""
+        return self.slots.flatten()[self.places]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,12 +138,9 @@ class SegmentRows:
 
     def groups(self, device: torch.device, equal: bool, single: bool) -> list[Rows]:
         """All segments in groups of rows: without padding if `equal`, all in one if `single`."""
-        groups: list[Rows] = self.once(SegmentRows._groups, device, equal, single)
-        return groups
-
-    def _groups(self, device: torch.device, equal: bool, single: bool) -> list[Rows]:
+        lengths, begins = torch.tensor([self.lengths, self.begins], device=device)
         parts = row_groups(self.lengths, self.rows * self.width, equal, single)
-        return [self._rows(part, device) for part in parts]
+        return [Rows.of(begins[part], lengths[part], self.lengths[part[0]]) for part in parts]
 
     def chunks(self, device: torch.device) -> Chunks:
         """All segments in chunks, for the delta rule."""
@@ -156,13 +166,6 @@ class SegmentRows:
             "max_length_k": longest,
             "seq_idx": places.to(device, torch.int32)[None],
         }
-
-    def _rows(self, part: list[int], device: torch.device) -> Rows:
-        lengths = torch.tensor([self.lengths[k] for k in part], device=device)
-        begins = torch.tensor([self.begins[k] for k in part], device=device)
-        place = torch.arange(max(self.lengths[k] for k in part), device=device)
-        inside = place < lengths[:, None]
-        return Rows(torch.where(inside, begins[:, None] + place, begins[:, None]), inside, begins)
 
 
 def row_groups(
@@ -291,52 +294,55 @@ def _forget() -> None:
             _CALLS.pop(key, None)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _enter_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The pre-hook of the outermost module: read the segments, take the keyword away."""
+def _segments_given(args: Any, kwargs: dict[str, Any]) -> SegmentRows | None:
+    """The segments that a call is given. Takes the keyword away."""
     segments = kwargs.pop(KEYWORD, None)
     ends, mask = kwargs.get("cu_seq_lens_q"), kwargs.get("attention_mask")
     if segments is None and ends is not None and mask is None:
         segments = torch.stack((ends[:-1], ends.diff()))
     tokens = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    read = None
-    if segments is not None and isinstance(tokens, Tensor):
-        read = SegmentRows.read(segments, *tokens.shape[:2])
-    _forget()
-    _push(read, _backward())
+    if segments is None or not isinstance(tokens, Tensor):
+        return None
+    return SegmentRows.read(segments, *tokens.shape[:2])
+
+
+def _enter(args: Any, kwargs: dict[str, Any], outermost: bool = False) -> tuple[Any, Any]:
+    """The segments of a call of a module around mixers: those that it is given, those of the call
+    around it, or of its own forward if that is recomputed."""
+    given, backward = KEYWORD in kwargs, _backward()
+    frame = None if given else _frame_of(args, kwargs)
+    if frame is not None:
+        _push(frame.segments, frame.backward)
+    elif given or outermost or backward == _NOT:
+        segments = _segments_given(args, kwargs)
+        _forget()
+        _push(segments, backward)
+        _remember(segments, args, kwargs)
+    else:
+        _push(None, _UNKNOWN)
     return args, kwargs
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _leave_model(model: nn.Module, args: Any, output: Any) -> None:
+def _enter_model(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return _enter(args, kwargs, outermost=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _leave_model(module: nn.Module, args: Any, output: Any) -> None:
     _pop()
 
 
-def _enter_layer(
-    module: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]] | None:
-    """The pre-hook of modules around mixers: a recomputation may begin here, or the call of a base
-    model by itself."""
-    if torch.compiler.is_compiling():
-        if KEYWORD in kwargs:
-            raise ConfigError(
-                f"{class_of(module).__name__} is compiled and called by itself with {KEYWORD}. "
-                f"Compile and call the whole model."
-            )
-        return None
+def _enter_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """A base model may be called by itself, and a recomputation may begin at any module."""
+    if not torch.compiler.is_compiling():
+        return _enter(args, kwargs)
     if KEYWORD in kwargs:
-        entered: tuple[Any, dict[str, Any]] = _enter_model(module, args, kwargs)
-        return entered
-    frame = _frame_of(args, kwargs)
-    if frame is None and _backward() == _NOT:  # called by itself, without boundaries
-        _forget()
-        _push(None, _NOT)
-        _remember(None, args, kwargs)
-    elif frame is None:
-        _push(None, _UNKNOWN)
-    else:
-        _push(frame.segments, frame.backward)
+        raise ConfigError(
+            f"{class_of(module).__name__} is compiled and called by itself with {KEYWORD}. "
+            f"Compile and call the whole model."
+        )
     return None
 
 
@@ -440,7 +446,7 @@ def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
     device = next((leaf.device for _, leaf in leaves if isinstance(leaf, Tensor)), None)
     if device is None or not any(axes):
         return forward(*args, **kwargs)
-    groups = segments.groups(device, mixer.equal, single)
+    groups: list[Rows] = segments.once(SegmentRows.groups, device, mixer.equal, single)
     results = []
     _push(None, frame.backward)  # what is inside gets rows
     try:
@@ -511,7 +517,7 @@ def _put_back(
     module: Any, mixer: Mixer, results: list[Any], groups: list[Rows], segments: SegmentRows
 ) -> Any:
     """The results of all groups at the slots of their tokens, zeros elsewhere."""
-    slots = torch.cat([rows.slots[rows.inside] for rows in groups])
+    slots = torch.cat([rows.token_slots() for rows in groups])
     leaves, spec = leaves_of(results[0])
     others = [leaves_of(result)[0] for result in results]
     merged = []
@@ -540,9 +546,9 @@ def _put_back(
 
 def _tokens_of(tensor: Tensor, axes: Axes, rows: Rows) -> Tensor:
     """(tokens, ...) of the real places of rows."""
-    if axes.row is None:
-        return tensor[rows.inside.flatten()]
-    return tensor.movedim((axes.row, axes.width[0]), (0, 1))[rows.inside]
+    if axes.row is not None:
+        tensor = tensor.movedim((axes.row, axes.width[0]), (0, 1)).flatten(0, 1)
+    return tensor.index_select(0, rows.places)
 
 
 # Kernels for packed rows --------------------------------------------------------------------------
@@ -614,32 +620,26 @@ def mixers_of(model: Any) -> dict[str, Any]:
 
 
 def has_mixers(model: Any) -> bool:
-    """Whether modules of a transformers model run on rows."""
+    """Whether modules of a transformers model, or of a part of one, run on rows."""
     return "_evenstep_handles" in model.__dict__
 
 
 def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
     """Run these modules of a model on rows of one segment each whenever a batch is packed."""
     release(model)
-    around: dict[str, Any] = {}
+    around = {model: (_enter_model, _leave_model)}
     for name, mixer in mixers.items():
         module = model.get_submodule(name)
         _runs_once(module, mixer)
         module._evenstep_mixer, module._evenstep_forward = mixer, module.forward
         module.forward = partial(_forward_on_rows, module)
-        parts = name.split(".")
-        around |= {
-            ".".join(parts[:k]): model.get_submodule(".".join(parts[:k]))
-            for k in range(1, len(parts))
-        }
-    handles = [
-        model.register_forward_pre_hook(_enter_model, with_kwargs=True),
-        model.register_forward_hook(_leave_model, always_call=True),
-    ]
-    for module in dict.fromkeys(around.values()):
-        handles.append(module.register_forward_pre_hook(_enter_layer, with_kwargs=True))
-        handles.append(module.register_forward_hook(_leave_layer, always_call=True))
-    model._evenstep_handles = handles
+        while name := name.rpartition(".")[0]:
+            around.setdefault(model.get_submodule(name), (_enter_layer, _leave_layer))
+    for module, (enter, leave) in around.items():
+        module._evenstep_handles = [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
 
 
 def release(model: Any) -> None:
@@ -652,5 +652,6 @@ def release(model: Any) -> None:
         else:
             module.forward = module._evenstep_forward
         del module._evenstep_mixer, module._evenstep_forward
-    for handle in model.__dict__.pop("_evenstep_handles", ()):
-        handle.remove()
+    for module in model.modules():
+        for handle in module.__dict__.pop("_evenstep_handles", ()):
+            handle.remove()

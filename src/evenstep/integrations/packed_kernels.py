@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 64
-AT_ONCE = 8192
-"""Chunks times heads that are computed together, at least one head: it bounds the memory."""
+AT_ONCE = 5120
+"""Chunks times heads that are computed together, at least one head: it bounds the memory. With
+heads of 128 channels, a backward needs 1 MB for each."""
 
 
 class Chunks(NamedTuple):
@@ -36,7 +37,7 @@ class Chunks(NamedTuple):
     places: Tensor  # (slots,) where each slot is in (chunks * 64), 0 outside of segments
     outside: Tensor | None  # (slots,) bool, if there are slots of no segment
     following: Tensor  # (chunks,) the next of the same segment, or itself
-    continued: Tensor  # (chunks,) bool: whether there is a next one
+    last: Tensor  # (chunks,) bool: whether there is no next one
     counts: list[int]  # chunks of each step
 
     def gathered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,15 +74,15 @@ def chunks_of(
     places[at[inside]] = inside.flatten().nonzero()[:, 0]
     outside = torch.ones(slots, dtype=torch.bool)
     outside[at[inside]] = False
-    continued = step + 1 < numbers[segment]
-    following = torch.arange(len(step)) + torch.where(continued, counts[step], 0)
+    last = step + 1 == numbers[segment]
+    following = torch.arange(len(step)) + torch.where(last, 0, counts[step])
     return Chunks(
         at.to(device),
         inside.to(device),
         places.to(device),
         outside.to(device) if bool(outside.any()) else None,
         following.to(device),
-        continued.to(device),
+        last.to(device),
         counts.tolist(),
     )
 
@@ -135,9 +136,10 @@ def _precision(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def _parts_of_heads(chunks: Chunks, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """(rows, width, heads, ...) each, some heads at a time."""
-    size = max(1, AT_ONCE // len(chunks.slots))
-    return zip(*(tensor.split(size, 2) for tensor in tensors), strict=True)
+    """(rows, width, heads, ...) each, some heads at a time, about as many in each part."""
+    most = max(1, AT_ONCE // len(chunks.slots))
+    parts = -(-tensors[0].shape[2] // most)
+    return zip(*(tensor.chunk(parts, 2) for tensor in tensors), strict=True)
 
 
 def _compute(
@@ -210,7 +212,7 @@ class _States(torch.autograd.Function):  # type: ignore[misc]
             count = len(before[step])
             before[step - 1][:count].baddbmm_(carries[step - 1][:count].mT, before[step])
         after = gradient.index_select(0, chunks.following)
-        after = torch.where(chunks.continued[:, None, None, None], after, 0)
+        after.masked_fill_(chunks.last[:, None, None, None], 0)
         return after @ states.mT, after, None
 
 

@@ -80,6 +80,17 @@ def packed_row(samples: Sequence[Tensor], tail: int = 0) -> Batch:
     return Collator()(micro, [{"input_ids": sample} for sample in samples])
 
 
+def _computes_in_half(model: Any, parameter: Tensor) -> bool:
+    """Whether a model of such parameters computes in half precision: by their dtype, by autocast,
+    or because fully_shard casts them."""
+    dtypes = {parameter.dtype}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            dtypes.add(module._get_fsdp_state()._mp_policy.param_dtype)
+    autocast = torch.is_autocast_enabled(parameter.device.type)
+    return autocast or not dtypes.isdisjoint((torch.float16, torch.bfloat16))
+
+
 _LENGTHS = (5, 9, 4)
 _TAIL = 3
 
@@ -91,8 +102,7 @@ class Probe:
         self.model, self.traits = model, traits_of(model)
         parameter = next(model.parameters())
         self.device = parameter.device
-        half = parameter.dtype in (torch.float16, torch.bfloat16)
-        self.half = half = half or torch.is_autocast_enabled(self.device.type)
+        self.half = half = _computes_in_half(model, parameter)
         # Of the largest output. Neighbours of the same lengths leave the shapes of all operations
         # as they are, so nothing is rounded differently.
         self.exact = 1e-2 if half else 1e-5
@@ -295,9 +305,8 @@ class MixerSearch:
         self.calls = self._calls(self.samples, with_boundaries=False)
         self.longer = self._calls([*self.samples, self.samples[0]], with_boundaries=False)
         self.kinds = set(registered_in(self.core))  # classes that run on rows
-        self.unfit: set[str] = (
-            set()
-        )  # classes whose callers compute with more than values of tokens
+        # Classes whose callers compute with more than values of tokens.
+        self.unfit: set[str] = set()
 
     def run(self) -> str | None:
         """Wrap all mixers; why they cannot be found, else None."""
@@ -346,10 +355,8 @@ class MixerSearch:
         """Whether nothing leaks, and outputs and gradients are those of rows."""
         with probing(self.model):
             try:
-                if self._leak(self.samples, self.other) is not None:
-                    return False
                 other, *samples = map(self.probe.sample, (self.long[0], *self.long))
-                if self._leak(samples, other) is not None:
+                if self._leak(self.samples, self.other) or self._leak(samples, other):
                     return False
             except Exception:
                 return False
