@@ -21,7 +21,7 @@ from evenstep.core.layout import Padded
 from evenstep.core.ragged import FloatArray, IntArray, divided_up, offsets_of, rounded_up
 from evenstep.core.recipe import Recipe
 from evenstep.planning.kernels import kernel
-from evenstep.planning.partition import DEALS, deal_packs, partition
+from evenstep.planning.partition import deal_packs, partition
 from evenstep.planning.policies import shared_cuts
 from evenstep.planning.units import (
     Packing,
@@ -41,9 +41,6 @@ _SHARES = np.array([0.6, 0.45, 0.3, 0.2, 0.14, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01
 _TRIALS = 6  # bisections of one level
 _ROUNDS = 20  # of lowering all levels
 _CAPS = 5  # between the most expensive blocks of the even and of the cheapest cut
-_IMPROVED = 2  # cuts whose slowest rank is lowered
-_MANY = 2048  # blocks up to which several cuts are improved
-_REFINED = 2**14  # blocks that are dealt by the refined balance
 _WORK = 100_000  # blocks tried while levels or the slowest rank are lowered
 _FARTHEST = 64  # blocks between the two that exchange a unit
 _NARROWER, _WIDER, _SWAP, _MOVE, _MERGE = -1, 1, 0, 2, 3
@@ -106,8 +103,8 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     the pipeline's (up to four for few units), which must save `recipe.saving` of the time with the
     fewest. More waves are taken if the greedy cut needs them and is faster.
 
-    With another balance than "refined", the cuts have the fewest slots, and that balance deals
-    them to ranks.
+    With another balance than "refined", the cuts cost least in total, and that balance deals them
+    to ranks.
     """
     recipe, multiple = problem.recipe, problem.recipe.topology.multiple
     if not len(problem.units):
@@ -147,7 +144,6 @@ class _Divider:
     def __init__(self, problem: Problem, layout: Padded) -> None:
         self.problem, self.rows, self.ranks = problem, rows_of(problem), problem.ranks
         recipe, multiple = problem.recipe, problem.recipe.topology.multiple
-        self.width = layout.widths(problem.units.widest, recipe.width_unit)
         self.fewest = rounded_up(divided_up(fewest_cuts(self.rows.starts), self.ranks), multiple)
         self.shared = shared_cuts(problem.units, layout, recipe)
         self.fewest_shared = rounded_up(len(self.shared.ends), multiple)
@@ -159,13 +155,6 @@ class _Divider:
             rows, blocks = self.rows, min(count * self.ranks, len(self.rows.price))
             self._cheapest[count] = optimal_cuts(rows.scaled, rows.rows, rows.starts, blocks)
         return self._cheapest[count]
-
-    def fewest_slots(self, count: int) -> IntArray:
-        """The ends of the blocks with the fewest slots: the cheapest if cost is linear."""
-        rows, cheapest = self.rows, self.cheapest(count)
-        if np.array_equal(rows.scaled, self.width):
-            return cheapest
-        return optimal_cuts(self.width, rows.rows, rows.starts, len(cheapest))
 
     def floor(self, count: int) -> float:
         """No contiguous cut into `count` micro-batches per rank is faster.
@@ -180,9 +169,9 @@ class _Divider:
         return max(mean, largest) + count * self.problem.recipe.cost.per_micro_batch
 
     def by_balance(self, count: int) -> IntArray:
-        """The address of each unit: the fewest slots, dealt by the recipe's balance."""
+        """The address of each unit: the cheapest cuts, dealt by the recipe's balance."""
         recipe = self.problem.recipe
-        return self.dealt(self.fewest_slots(count), count, recipe.balance, recipe.sync_every)
+        return self.dealt(self.cheapest(count), count, recipe.balance, recipe.sync_every)
 
     def dealt(self, ends: IntArray, count: int, balance: str, sync_every: str) -> IntArray:
         """The address of each unit when blocks are dealt to ranks."""
@@ -221,13 +210,11 @@ class _Divider:
         if self.ranks == 1:
             yield self._by_rank(cheapest, np.zeros(len(cheapest), np.int64))
             return
-        cuts = [cheapest]
         if self.problem.by_rank(count):
-            cuts = [self.fewest_slots(count), cheapest]
-            for ends, rank_of in rank_sum_cuts(self.rows, self.ranks, count, cuts):
+            for ends, rank_of in rank_sum_cuts(self.rows, self.ranks, count, cheapest):
                 yield self._by_rank(ends, rank_of)
         else:
-            rows, ranks = self.rows, self.ranks
+            rows, ranks, cuts = self.rows, self.ranks, [cheapest]
             if len(rows.price) <= _SHIFTED:
                 cuts += [cut for cut in self._even_waves(count) if len(cut)]
             capped = _capped(rows, ranks * count, cheapest) if len(rows.price) <= FEW else []
@@ -693,22 +680,22 @@ def lower_levels(
 
 
 def rank_sum_cuts(
-    units: Rows, ranks: int, waves: int, given: list[IntArray]
-) -> list[tuple[IntArray, IntArray]]:
+    units: Rows, ranks: int, waves: int, cheapest: IntArray
+) -> Iterator[tuple[IntArray, IntArray]]:
     """(ends of the blocks, rank of each block) of the cuts worth comparing.
 
-    `given` are the ends of cuts to start from: that with the fewest slots, which is dealt by every
-    balance, the cheapest, and others.
+    The cheapest cut as it is dealt, and the two most even ones after shifts and swaps.
     """
-    cuts = [*given, *_capped(units, ranks * waves, given[1])]
-    dealt = [deal_blocks(units, ends, ranks, waves, "lpt") for ends in cuts]
-    slowest = [_slowest(units, *cut, ranks) for cut in zip(cuts, dealt, strict=True)]
-    many = ranks * waves > _MANY
-    fastest = np.argsort(slowest, kind="stable")[: 1 if many else _IMPROVED]
-    improved = [lower_slowest(units, cuts[at], ranks, waves) for at in fastest]
-    balances = [name for name in DEALS if name != "refined" or not many]
-    fewest = [(given[0], deal_blocks(units, given[0], ranks, waves, name)) for name in balances]
-    return improved + fewest
+
+    def slowest(ends: IntArray) -> float:
+        rank_of = deal_blocks(units, ends, ranks, waves, "lpt")
+        return float(np.bincount(rank_of, block_costs(units, ends), ranks).max())
+
+    yield cheapest, deal_blocks(units, cheapest, ranks, waves)
+    cuts = sorted([cheapest, *_capped(units, ranks * waves, cheapest)], key=slowest)
+    for ends in cuts[:2]:
+        rank_of = deal_blocks(units, ends, ranks, waves)
+        yield slowest_lowered(units, ends, rank_of, ranks, waves, _WORK)
 
 
 def _capped(units: Rows, blocks: int, cheapest: IntArray) -> list[IntArray]:
@@ -728,17 +715,6 @@ def deal_blocks(
     costs = np.full(ranks * waves, units.empty)
     costs[: len(ends)] = block_costs(units, ends)
     return partition(costs, ranks, balance, equal_sizes=True)[: len(ends)]
-
-
-def lower_slowest(units: Rows, ends: IntArray, ranks: int, waves: int) -> tuple[IntArray, IntArray]:
-    """(ends, rank of each block) after shifts and swaps."""
-    balance = "refined" if len(ends) <= _REFINED else "lpt"
-    dealt = deal_blocks(units, ends, ranks, waves, balance)
-    return slowest_lowered(units, ends, dealt, ranks, waves, _WORK)
-
-
-def _slowest(units: Rows, ends: IntArray, rank_of: IntArray, ranks: int) -> float:
-    return float(np.bincount(rank_of, block_costs(units, ends) - units.empty, ranks).max())
 
 
 @kernel
