@@ -21,7 +21,7 @@ from evenstep.core.layout import Padded
 from evenstep.core.ragged import FloatArray, IntArray, divided_up, offsets_of, rounded_up
 from evenstep.core.recipe import Recipe
 from evenstep.planning.kernels import kernel
-from evenstep.planning.partition import deal_packs, partition
+from evenstep.planning.partition import DEALS, deal_packs, partition
 from evenstep.planning.policies import shared_cuts
 from evenstep.planning.units import (
     Packing,
@@ -100,40 +100,32 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     """(address of each unit, waves): the cuts with the least modelled time.
 
     Without `wanted`, the number of waves is searched among the fewest and two more multiples of
-    the pipeline's (up to four for few units), which must save `recipe.saving` of the time with the
+    the pipeline's (four for few units), which must save `recipe.saving` of the time with the
     fewest. More waves are taken if the greedy cut needs them and is faster.
 
     With another balance than "refined", the cuts cost least in total, and that balance deals them
     to ranks.
     """
-    recipe, multiple = problem.recipe, problem.recipe.topology.multiple
+    recipe, saving = problem.recipe, problem.recipe.saving
     if not len(problem.units):
-        return np.empty(0, np.int64), wanted or multiple
-    divider = _Divider(problem, layout)
-    count = max(wanted or 0, divider.fewest)
+        return np.empty(0, np.int64), wanted or recipe.topology.multiple
+    divider = _Divider(problem)
+    fewest = max(wanted or 0, divider.fewest)
     if recipe.balance != "refined":
-        return divider.by_balance(count), count
-    if wanted is not None:
-        return without_empty(problem, divider.exchanged(divider.at(count))).address, count
-    counts = [divider.fewest]
-    if not layout.static:
-        # Trainers fix the most micro-batches of a step: without a price, few more than needed, or
-        # than the greedy cut has.
-        priced = recipe.cost.per_micro_batch > 0 and len(problem.units) <= FEW
-        more = {*more_counts(divider.fewest, recipe, 4 if priced else 2), divider.fewest_shared}
-        if len(problem.units) <= TINY:
-            more |= {*more_counts(divider.fewest_shared, recipe)}
-        most = recipe.steps.micro_batches or max(more)
-        counts += sorted(count for count in more if divider.fewest < count <= most)
-    tried = [divider.at(counts[0])]
-    for count in counts[1:]:
-        best = tried[first_worth([each.time for each in tried], recipe.saving)]
-        if divider.floor(count) < best.time * (1 - recipe.saving):
-            tried.append(divider.at(count))
+        return divider.by_balance(fewest), fewest
+    tried = [divider.at(fewest)]
+    if wanted is None and not layout.static:
+        # Trainers fix the most micro-batches of a step: without a price, few more than needed.
+        few = len(problem.units) <= (FEW if recipe.cost.per_micro_batch > 0 else TINY)
+        for count in more_counts(fewest, recipe, 4 if few else 2):
+            best = tried[first_worth([each.time for each in tried], saving)]
+            if divider.floor(count) < best.time * (1 - saving):
+                tried.append(divider.at(count))
     least = min(each.time for each in tried)
     tried = [divider.exchanged(each) if each.time < least * _WORTH else each for each in tried]
-    best = tried[first_worth([each.time for each in tried], recipe.saving)]
-    best = divider.no_slower_than_greedy(best, recipe.steps.micro_batches)
+    best = tried[first_worth([each.time for each in tried], saving)]
+    if wanted is None:
+        best = divider.no_slower_than_greedy(best, layout)
     best = without_empty(problem, best)
     return best.address, best.waves
 
@@ -141,12 +133,10 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
 class _Divider:
     """Divides the sorted units of one step between the micro-batches of all ranks."""
 
-    def __init__(self, problem: Problem, layout: Padded) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem, self.rows, self.ranks = problem, rows_of(problem), problem.ranks
-        recipe, multiple = problem.recipe, problem.recipe.topology.multiple
-        self.fewest = rounded_up(divided_up(fewest_cuts(self.rows.starts), self.ranks), multiple)
-        self.shared = shared_cuts(problem.units, layout, recipe)
-        self.fewest_shared = rounded_up(len(self.shared.ends), multiple)
+        fewest = divided_up(fewest_cuts(self.rows.starts), self.ranks)
+        self.fewest = rounded_up(fewest, problem.recipe.topology.multiple)
         self._cheapest: dict[int, IntArray] = {}
 
     def cheapest(self, count: int) -> IntArray:
@@ -191,18 +181,18 @@ class _Divider:
         assert best is not None
         return best
 
-    def no_slower_than_greedy(self, best: Packing, most: int | None) -> Packing:
-        """`best`, or the best division with the waves of the greedy cut if that is faster.
-
-        It has at most `most` waves.
-        """
-        waves = self.fewest_shared
-        if most is not None and waves > most:
+    def no_slower_than_greedy(self, best: Packing, layout: Padded) -> Packing:
+        """`best`, or the best division with the waves of the greedy cut if that is faster."""
+        recipe = self.problem.recipe
+        shared = shared_cuts(self.problem.units, layout, recipe)
+        waves = rounded_up(len(shared.ends), recipe.topology.multiple)
+        if waves > (recipe.steps.micro_batches or waves):
             return best
-        greedy = faster(self.problem, best, self.shared.address(waves), waves)
+        greedy = faster(self.problem, best, shared.address(waves), waves)
         if greedy is None or greedy is best:
             return best
-        return self.exchanged(self.at(waves) if waves >= self.fewest else greedy)
+        cut = self.exchanged(self.at(waves)) if waves >= self.fewest else greedy
+        return min(cut, greedy, key=lambda each: each.time)
 
     def _addresses(self, count: int) -> Iterator[IntArray]:
         """The addresses to compare."""
@@ -221,8 +211,6 @@ class _Divider:
             for at, ends in enumerate(cuts + capped):  # where levels end depends on their start
                 ends = lower_levels(rows, ends, ranks, count, _WORK, at < len(cuts))
                 yield self.dealt(ends, count, "refined", "micro_batch")
-        if count >= self.fewest_shared:
-            yield self.shared.address(count)
 
     def _even_waves(self, count: int) -> Iterator[IntArray]:
         """Cuts of even waves, from the cheapest blocks on, and from one unit per block on."""
@@ -684,14 +672,15 @@ def rank_sum_cuts(
 ) -> Iterator[tuple[IntArray, IntArray]]:
     """(ends of the blocks, rank of each block) of the cuts worth comparing.
 
-    The cheapest cut as it is dealt, and the two most even ones after shifts and swaps.
+    The cheapest cut as every balance deals it, and the two most even ones after shifts and swaps.
     """
 
     def slowest(ends: IntArray) -> float:
         rank_of = deal_blocks(units, ends, ranks, waves, "lpt")
         return float(np.bincount(rank_of, block_costs(units, ends), ranks).max())
 
-    yield cheapest, deal_blocks(units, cheapest, ranks, waves)
+    for balance in DEALS:
+        yield cheapest, deal_blocks(units, cheapest, ranks, waves, balance)
     cuts = sorted([cheapest, *_capped(units, ranks * waves, cheapest)], key=slowest)
     for ends in cuts[:2]:
         rank_of = deal_blocks(units, ends, ranks, waves)
