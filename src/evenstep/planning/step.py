@@ -24,7 +24,6 @@ from evenstep.core.recipe import Recipe
 from evenstep.errors import PlanError
 from evenstep.planning.construct import (
     BEST_FIT,
-    dealt,
     fill_bins,
     filled,
     kinds_apart,
@@ -279,21 +278,8 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
         if at == 0 or not problem.is_within(least, tried[at].waves, 1.0):
             tried[at] = search.thorough(tried[at])
     best = tried[first_worth([each.time for each in tried], saving)]
-    filled_waves = np.bincount(best.address // problem.per_wave, minlength=best.waves) > 0
-    waves = rounded_up(max(int(filled_waves.sum()), 1), problem.recipe.topology.multiple)
-    if search.joint and wanted is None and waves < best.waves:  # leave out waves without units
-        wave = (np.cumsum(filled_waves) - 1)[best.address // problem.per_wave]
-        address = wave * problem.per_wave + best.address % problem.per_wave
-        best = faster(problem, best, address, waves) or best
     if search.joint:
         best = without_empty(problem, best)
-    apart = problem.kinds_matter or problem.recipe.equal_sizes
-    if search.joint and not apart and not problem.by_rank(best.waves):
-        # Exchanges do not look at the sums of ranks within waves: deal packs to ranks anew.
-        address = dealt(problem, best.address, best.waves)
-        time = problem.time(problem.works(address, best.waves))
-        if time <= best.time * (1 + 1e-12):
-            best = Packing(address, best.waves, time)
     return best.address, best.waves
 
 
@@ -356,9 +342,9 @@ def constructions(problem: Problem, waves: int) -> list[Construction]:
     if recipe.balance != "refined" or recipe.layout.packer is not None:
         return [bins_dealt, spread_out] if len(problem.units.caps) else [bins_dealt]
     if recipe.topology.equal_widths:
-        return [*(partial(narrow, wider=wider) for wider in WIDER), waves_first, ranks_first]
+        return [partial(narrow, wider=wider) for wider in WIDER]
     if recipe.second_work is not None:
-        return [kinds_apart, waves_first, ranks_first, filled]
+        return [kinds_apart, filled]
     spread: list[Construction] = [filled] if len(problem.units.caps) else []
     return [*spread, *([ranks_first] if problem.by_rank(waves) else []), waves_first]
 
