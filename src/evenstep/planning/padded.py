@@ -196,30 +196,27 @@ class _Divider:
 
     def _addresses(self, count: int) -> Iterator[IntArray]:
         """The addresses to compare."""
-        cheapest = self.cheapest(count)
-        if self.ranks == 1:
+        rows, ranks, n, cheapest = self.rows, self.ranks, len(self.rows.price), self.cheapest(count)
+        if ranks == 1:
             yield self._by_rank(cheapest, np.zeros(len(cheapest), np.int64))
             return
         if self.problem.by_rank(count):
-            for ends, rank_of in rank_sum_cuts(self.rows, self.ranks, count, cheapest):
+            for ends, rank_of in rank_sum_cuts(rows, ranks, count, cheapest):
                 yield self._by_rank(ends, rank_of)
-        else:
-            rows, ranks, cuts = self.rows, self.ranks, [cheapest]
-            if len(rows.price) <= _SHIFTED:
-                cuts += [cut for cut in self._even_waves(count) if len(cut)]
-            capped = _capped(rows, ranks * count, cheapest) if len(rows.price) <= FEW else []
-            for at, ends in enumerate(cuts + capped):  # where levels end depends on their start
-                ends = lower_levels(rows, ends, ranks, count, _WORK, at < len(cuts))
-                yield self.dealt(ends, count, "refined", "micro_batch")
-
-    def _even_waves(self, count: int) -> Iterator[IntArray]:
-        """Cuts of even waves, from the cheapest blocks on, and from one unit per block on."""
-        n, each = len(self.rows.price), np.arange(count, -1, -1) * self.ranks
-        ends = np.concatenate(([0], self.cheapest(count)))
-        yield even_waves(self.rows, ends[np.maximum(len(ends) - 1 - each, 0)], self.ranks)
-        starts = np.maximum(n - each, 0)
-        starts[0] = 0  # the narrowest wave has all that is left
-        yield even_waves(self.rows, starts, self.ranks)
+            return
+        cuts = [cheapest]
+        if n <= _SHIFTED:
+            # Even waves, shifted from waves of the cheapest blocks and of one unit per block on.
+            blocks = np.arange(count, -1, -1) * ranks  # from the start of each wave on
+            by_block = np.append(0, cheapest)[np.maximum(len(cheapest) - blocks, 0)]
+            by_unit = np.maximum(n - blocks, 0)
+            by_unit[0] = 0  # the narrowest wave has all that is left
+            even = [even_waves(rows, starts, ranks) for starts in (by_block, by_unit)]
+            cuts += [cut for cut in even if len(cut)]
+        capped = _capped(rows, ranks * count, cheapest) if n <= FEW else []
+        for at, ends in enumerate(cuts + capped):  # where levels end depends on their start
+            ends = lower_levels(rows, ends, ranks, count, _WORK, at < len(cuts))
+            yield self.dealt(ends, count, "refined", "micro_batch")
 
     def _by_rank(self, ends: IntArray, rank_of: IntArray) -> IntArray:
         """The address of each unit where every rank runs its blocks most expensive first."""
