@@ -4,7 +4,7 @@ A *block* is a contiguous micro-batch of sorted units: it ends at j, its widest 
 it starts where a level (the most it may cost) or a limit is reached. Narrower units never need more
 than wider ones, so the earliest start is best for the blocks that follow.
 
-cuts    the fewest slots, or the least cost in total, for an exact number of blocks
+cuts    the least cost in total for an exact number of blocks
 levels  ranks that wait in every wave: how expensive each wave may be, lowered pair by pair
 shifts  ranks that wait once per step: cuts shift and blocks change ranks
 """

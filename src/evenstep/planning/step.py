@@ -342,7 +342,7 @@ def constructions(problem: Problem, waves: int) -> list[Construction]:
     if recipe.balance != "refined" or recipe.layout.packer is not None:
         return [bins_dealt, spread_out] if len(problem.units.caps) else [bins_dealt]
     if recipe.topology.equal_widths:
-        return [partial(narrow, wider=wider) for wider in WIDER]
+        return [*(partial(narrow, wider=wider) for wider in WIDER), waves_first]
     if recipe.second_work is not None:
         return [kinds_apart, filled]
     spread: list[Construction] = [filled] if len(problem.units.caps) else []
