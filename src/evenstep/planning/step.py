@@ -290,19 +290,17 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
         return
     units, recipe, multiple = problem.units, problem.recipe, problem.recipe.topology.multiple
     capacity, per_wave = problem.capacity, problem.per_wave
-
-    def waves_of(packs: int) -> int:
-        return rounded_up(max(divided_up(packs, per_wave), 1), multiple)
-
-    waves = waves_of(divided_up(int(np.minimum(units.size, capacity).sum()), capacity))
+    per_count = per_wave * multiple  # packs that each count has more than the one before
+    packs = max(divided_up(int(np.minimum(units.size, capacity).sum()), capacity), 1)
     for column, cap in zip(units.extra.T, units.caps.tolist(), strict=True):
-        packs = float(np.minimum(column, cap).sum()) / cap if cap > 0 else 0.0
-        waves = max(waves, waves_of(int(np.ceil(packs * (1 - 1e-9)))))
+        share = float(np.minimum(column, cap).sum()) / cap if cap > 0 else 0.0
+        packs = max(packs, int(np.ceil(share * (1 - 1e-9))))
+    waves = rounded_up(packs, per_count) // per_wave
     if not len(units.caps):
         # The volume nearly always suffices. A better bound takes longer than a try.
         yield waves
         if not tried:
-            fewest = waves_of(problem.fewest_packs)
+            fewest = rounded_up(problem.fewest_packs, per_count) // per_wave
             waves, most = max(waves + multiple, fewest), fewest + LOOK * multiple
         while not tried and waves < most:
             yield waves
@@ -315,7 +313,7 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
         # Under further limits, units that are spread may need far fewer packs than filled ones.
         if not len(units.caps) or spread_units(units, capacity, waves * per_wave) is None:
             bins = fill_bins(units, capacity, packer, recipe.seed, enough)
-            waves = max(waves, waves_of(len(bins)))
+            waves = max(waves, rounded_up(len(bins), per_count) // per_wave)
         while len(units.caps) and waves - too_few > max(multiple, waves // SPARED):
             middle = too_few + rounded_up((waves - too_few) // 2, multiple)
             middle = middle if middle < waves else middle - multiple
