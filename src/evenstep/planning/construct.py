@@ -45,9 +45,9 @@ def waves_first(problem: Problem, waves: int) -> IntArray:
         return NONE
     best_of, best = NONE, np.inf
     quarter, half = max(waves // 4, 1), max(waves // 2, 1)
+    order, none = np.lexsort((-units.cost, -units.size)), np.full(len(units), -1, np.int64)
     for levelled, fullness in ((waves - quarter, 0.3), (waves - half, 1.0), (0, 1.0)):
-        empty = np.full(len(units), -1, np.int64)
-        pack_of = filled_waves(problem, units, units.cost, empty, waves, levelled, fullness)
+        pack_of = filled_waves(problem, units, units.cost, order, none, waves, levelled, fullness)
         if not len(pack_of):
             continue
         loads = sum_by(pack_of, units.cost, packs * waves).reshape(waves, packs)
@@ -63,6 +63,7 @@ def filled_waves(
     problem: Problem,
     units: Units,
     work: FloatArray,
+    order: IntArray,
     pack_of: IntArray,
     waves: int,
     levelled: int = 0,
@@ -71,10 +72,9 @@ def filled_waves(
 ) -> IntArray:
     """The pack of each unit when those in no pack (-1) are filled in; empty if one fits nowhere.
 
-    A wave has `packs`, by default as many as in the problem. With one wave of all packs, each unit
-    goes to the pack with the least work that has room.
+    `order` is largest first. A wave has `packs`, by default as many as in the problem. With one
+    wave of all packs, each unit goes to the pack with the least work that has room.
     """
-    order = np.lexsort((-work, -units.size))
     packed = fill_waves(
         units.size[order],
         work[order],
@@ -538,7 +538,8 @@ def _spread(problem: Problem, members: Units, bins: Ragged, waves: int) -> Itera
     """Ways to put the special units into these waves: by even work, by even limits, as bins."""
     packs = waves * problem.per_wave
     none = np.full(len(members), -1, np.int64)
-    even = filled_waves(problem, members, members.second, none, 1, packs=packs)
+    order = np.lexsort((-members.second, -members.size))
+    even = filled_waves(problem, members, members.second, order, none, 1, packs=packs)
     if len(even):
         yield Ragged.group(even, packs)
     spread = spread_units(members, problem.capacity, packs)
@@ -573,7 +574,8 @@ def _fill_waves(
     pack_of = pack_of.copy()
     moved = deal_packs(cost, problem.ranks, "refined", "micro_batch")
     pack_of[special] = moved[micro] * rows + row
-    return filled_waves(problem, units, units.cost, pack_of, waves)
+    order = np.lexsort((-units.cost, -units.size))
+    return filled_waves(problem, units, units.cost, order, pack_of, waves)
 
 
 def _fill_lightest(
@@ -585,7 +587,8 @@ def _fill_lightest(
     """
     units, ranks, rows = problem.units, problem.ranks, problem.rows
     packs = waves * problem.per_wave
-    packed = filled_waves(problem, units, units.cost, pack_of, 1, packs=packs)
+    order = np.lexsort((-units.cost, -units.size))
+    packed = filled_waves(problem, units, units.cost, order, pack_of, 1, packs=packs)
     if not len(packed):
         return NONE
     work = sum_by(packed // rows, units.cost + units.second, waves * ranks)

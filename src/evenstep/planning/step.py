@@ -24,6 +24,7 @@ from evenstep.core.recipe import Recipe
 from evenstep.errors import PlanError
 from evenstep.planning.construct import (
     BEST_FIT,
+    dealt,
     fill_bins,
     filled,
     kinds_apart,
@@ -280,6 +281,14 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
     best = tried[first_worth([each.time for each in tried], saving)]
     if search.joint:
         best = without_empty(problem, best)
+    apart = problem.kinds_matter or problem.recipe.equal_sizes
+    if search.joint and not apart and not problem.by_rank(best.waves):
+        # Exchanges do not look at the sums of ranks over waves: deal packs to ranks anew. This
+        # saves little time where ranks wait in every wave, but evens out their work in the step.
+        address = dealt(problem, best.address, best.waves)
+        time = problem.time(problem.works(address, best.waves))
+        if time <= best.time * (1 + 1e-12):
+            best = Packing(address, best.waves, time)
     return best.address, best.waves
 
 
