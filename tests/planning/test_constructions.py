@@ -54,10 +54,10 @@ def test_packs_inside_ranks_keep_every_limit(seed: int) -> None:
 def test_the_lightest_packs_with_room_keep_every_limit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n, packs = int(rng.integers(1, 30)), int(rng.integers(1, 16))
-    size, taken = rng.integers(1, 9, n), rng.integers(0, 5, n)
+    size, taken = np.sort(rng.integers(1, 9, n))[::-1], rng.integers(0, 5, n)
     work = rng.uniform(1, 100, n)
     columns = size, work, taken[:, None].astype(float), 10, np.full(1, 6.0), packs
-    pack_of = construct.fill_lightest(np.arange(n), np.full(n, -1), *columns)
+    pack_of = construct.fill_waves(*columns, np.full(n, -1), 1, 0, 1.0)
     used, held, load = np.zeros(packs), np.zeros(packs), np.zeros(packs)
     for unit in range(n):  # by the definition
         room = (used + size[unit] <= 10) & (held + taken[unit] <= 6) | (used == 0)

@@ -40,39 +40,56 @@ def waves_first(problem: Problem, waves: int) -> IntArray:
 
     The most even of three attempts: how many waves are levelled, and how full these are.
     """
-    units, capacity, packs = problem.units, problem.capacity, problem.per_wave
-    order = np.lexsort((-units.cost, -units.size))
-    size, cost, extra = units.size[order], units.cost[order], units.extra[order]
-    if int((size > capacity).sum()) > packs * waves:
+    units, packs = problem.units, problem.per_wave
+    if int((units.size > problem.capacity).sum()) > packs * waves:
         return NONE
     best_of, best = NONE, np.inf
     quarter, half = max(waves // 4, 1), max(waves // 2, 1)
+    order, none = np.lexsort((-units.cost, -units.size)), np.full(len(units), -1, np.int64)
     for levelled, fullness in ((waves - quarter, 0.3), (waves - half, 1.0), (0, 1.0)):
-        pack_of = fill_waves(
-            size,
-            cost,
-            extra,
-            min(capacity, int(size.sum())),
-            units.caps,
-            packs,
-            np.full(len(size), -1, np.int64),
-            waves,
-            levelled,
-            fullness,
-        )
-        if len(pack_of) < len(size):
+        pack_of = filled_waves(problem, units, units.cost, order, none, waves, levelled, fullness)
+        if not len(pack_of):
             continue
-        loads = sum_by(pack_of, cost, packs * waves).reshape(waves, packs)
+        loads = sum_by(pack_of, units.cost, packs * waves).reshape(waves, packs)
         time = float(slowest(loads.T, "micro_batch"))
         if time < best:
             best, best_of = time, pack_of
-        if best <= cost.sum() / packs * _GOOD or fullness == 1.0:
+        if best <= units.cost.sum() / packs * _GOOD or fullness == 1.0:
             break
-    if not len(best_of):
-        return NONE
-    pack_of = np.empty(len(size), np.int64)
-    pack_of[order] = best_of
-    return dealt(problem, pack_of, waves)
+    return dealt(problem, best_of, waves) if len(best_of) else NONE
+
+
+def filled_waves(
+    problem: Problem,
+    units: Units,
+    work: FloatArray,
+    order: IntArray,
+    pack_of: IntArray,
+    waves: int,
+    levelled: int = 0,
+    fullness: float = 1.0,
+    packs: int | None = None,
+) -> IntArray:
+    """The pack of each unit when those in no pack (-1) are filled in; empty if one fits nowhere.
+
+    `order` is largest first. A wave has `packs`, by default as many as in the problem. With one
+    wave of all packs, each unit goes to the pack with the least work that has room.
+    """
+    packed = fill_waves(
+        units.size[order],
+        work[order],
+        units.extra[order],
+        min(problem.capacity, int(units.size.sum())),
+        units.caps,
+        packs or problem.per_wave,
+        pack_of[order],
+        waves,
+        levelled,
+        fullness,
+    )
+    by_unit = np.empty_like(packed)
+    by_unit[order[: len(packed)]] = packed
+    return by_unit
 
 
 @kernel
@@ -520,17 +537,9 @@ def kinds_apart(problem: Problem, waves: int) -> IntArray:
 def _spread(problem: Problem, members: Units, bins: Ragged, waves: int) -> Iterator[Ragged]:
     """Ways to put the special units into these waves: by even work, by even limits, as bins."""
     packs = waves * problem.per_wave
-    order, none = np.lexsort((-members.size, -members.second)), np.full(len(members), -1, np.int64)
-    even = fill_lightest(
-        order,
-        none,
-        members.size,
-        members.second,
-        members.extra,
-        problem.capacity,
-        members.caps,
-        packs,
-    )
+    none = np.full(len(members), -1, np.int64)
+    order = np.lexsort((-members.second, -members.size))
+    even = filled_waves(problem, members, members.second, order, none, 1, packs=packs)
     if len(even):
         yield Ragged.group(even, packs)
     spread = spread_units(members, problem.capacity, packs)
@@ -566,23 +575,7 @@ def _fill_waves(
     moved = deal_packs(cost, problem.ranks, "refined", "micro_batch")
     pack_of[special] = moved[micro] * rows + row
     order = np.lexsort((-units.cost, -units.size))
-    address = np.empty(len(units), np.int64)
-    filled_packs = fill_waves(
-        units.size[order],
-        units.cost[order],
-        units.extra[order],
-        problem.capacity,
-        units.caps,
-        problem.per_wave,
-        pack_of[order],
-        waves,
-        0,
-        1.0,
-    )
-    if not len(filled_packs):
-        return NONE
-    address[order] = filled_packs
-    return address
+    return filled_waves(problem, units, units.cost, order, pack_of, waves)
 
 
 def _fill_lightest(
@@ -593,18 +586,9 @@ def _fill_lightest(
     Then micro-batches of similar work share a wave, those of each kind apart.
     """
     units, ranks, rows = problem.units, problem.ranks, problem.rows
-    rest = np.flatnonzero(pack_of < 0)
-    rest = rest[np.lexsort((-units.cost[rest], -units.size[rest]))]
-    packed = fill_lightest(
-        rest,
-        pack_of,
-        units.size,
-        units.cost,
-        units.extra,
-        problem.capacity,
-        units.caps,
-        waves * problem.per_wave,
-    )
+    packs = waves * problem.per_wave
+    order = np.lexsort((-units.cost, -units.size))
+    packed = filled_waves(problem, units, units.cost, order, pack_of, 1, packs=packs)
     if not len(packed):
         return NONE
     work = sum_by(packed // rows, units.cost + units.second, waves * ranks)
@@ -614,69 +598,3 @@ def _fill_lightest(
             dealt = deal_packs(work[part], ranks, "refined", problem.recipe.sync_every)
             moved[part] = part.start + dealt
     return np.asarray(moved[packed // rows] * rows + packed % rows, np.int64)
-
-
-@kernel
-def fill_lightest(
-    order: IntArray,
-    pack_of: IntArray,
-    size: IntArray,
-    work: FloatArray,
-    extra: FloatArray,
-    capacity: int,
-    caps: FloatArray,
-    packs: int,
-) -> IntArray:
-    """The pack of each unit when those in `order` go to the lightest of the first packs with room.
-
-    `pack_of` is -1 for units in no pack. Empty if a unit fits nowhere.
-    """
-    packed = pack_of.copy()
-    used, number = np.zeros(packs, np.int64), np.zeros(packs, np.int64)
-    held, load = np.zeros((packs, caps.shape[0])), np.zeros(packs)
-
-    def has_room(u: int, p: int) -> bool:
-        """Whether pack p keeps every limit when unit u joins it, or is empty."""
-        if number[p] == 0:
-            return True
-        if used[p] + size[u] > capacity:
-            return False
-        for d in range(caps.shape[0]):
-            if held[p, d] + extra[u, d] > caps[d]:
-                return False
-        return True
-
-    def put(u: int, p: int) -> None:
-        """Put a unit into a pack."""
-        packed[u] = p
-        used[p] += size[u]
-        load[p] += work[u]
-        number[p] += 1
-        for d in range(caps.shape[0]):
-            held[p, d] += extra[u, d]
-
-    for u in range(pack_of.shape[0]):
-        if pack_of[u] >= 0:
-            put(u, pack_of[u])
-    heap = np.argsort(load, kind="mergesort")  # the lightest at the root
-    count, seen = packs, np.empty(packs, np.int64)
-    for u in order:
-        # Take the lightest packs off the heap until one has room, then put all of them back.
-        chosen, looked = -1, 0
-        while count > 0 and chosen < 0:
-            p = heap[0]
-            if has_room(u, p):
-                chosen = p
-            seen[looked] = p
-            looked += 1
-            count -= 1
-            heap[0] = heap[count]
-            sink(heap, count, load, 0, True)
-        if chosen < 0:
-            return np.empty(0, np.int64)
-        put(u, chosen)
-        for k in range(looked):
-            heap[count] = seen[k]
-            count += 1
-            rise(heap, count, load, True)
-    return packed

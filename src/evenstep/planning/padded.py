@@ -4,7 +4,7 @@ A *block* is a contiguous micro-batch of sorted units: it ends at j, its widest 
 it starts where a level (the most it may cost) or a limit is reached. Narrower units never need more
 than wider ones, so the earliest start is best for the blocks that follow.
 
-cuts    the fewest slots, or the least cost in total, for an exact number of blocks
+cuts    the least cost in total for an exact number of blocks
 levels  ranks that wait in every wave: how expensive each wave may be, lowered pair by pair
 shifts  ranks that wait once per step: cuts shift and blocks change ranks
 """
@@ -41,9 +41,6 @@ _SHARES = np.array([0.6, 0.45, 0.3, 0.2, 0.14, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01
 _TRIALS = 6  # bisections of one level
 _ROUNDS = 20  # of lowering all levels
 _CAPS = 5  # between the most expensive blocks of the even and of the cheapest cut
-_IMPROVED = 2  # cuts whose slowest rank is lowered
-_MANY = 2048  # blocks up to which several cuts are improved
-_REFINED = 2**14  # blocks that are dealt by the refined balance
 _WORK = 100_000  # blocks tried while levels or the slowest rank are lowered
 _FARTHEST = 64  # blocks between the two that exchange a unit
 _NARROWER, _WIDER, _SWAP, _MOVE, _MERGE = -1, 1, 0, 2, 3
@@ -103,40 +100,32 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     """(address of each unit, waves): the cuts with the least modelled time.
 
     Without `wanted`, the number of waves is searched among the fewest and two more multiples of
-    the pipeline's (up to four for few units), which must save `recipe.saving` of the time with the
+    the pipeline's (four for few units), which must save `recipe.saving` of the time with the
     fewest. More waves are taken if the greedy cut needs them and is faster.
 
-    With another balance than "refined", the cuts have the fewest slots, and that balance deals
-    them to ranks.
+    With another balance than "refined", the cuts cost least in total, and that balance deals them
+    to ranks.
     """
-    recipe, multiple = problem.recipe, problem.recipe.topology.multiple
+    recipe, saving = problem.recipe, problem.recipe.saving
     if not len(problem.units):
-        return np.empty(0, np.int64), wanted or multiple
-    divider = _Divider(problem, layout)
-    count = max(wanted or 0, divider.fewest)
+        return np.empty(0, np.int64), wanted or recipe.topology.multiple
+    divider = _Divider(problem)
+    fewest = max(wanted or 0, divider.fewest)
     if recipe.balance != "refined":
-        return divider.by_balance(count), count
-    if wanted is not None:
-        return without_empty(problem, divider.exchanged(divider.at(count))).address, count
-    counts = [divider.fewest]
-    if not layout.static:
-        # Trainers fix the most micro-batches of a step: without a price, few more than needed, or
-        # than the greedy cut has.
-        priced = recipe.cost.per_micro_batch > 0 and len(problem.units) <= FEW
-        more = {*more_counts(divider.fewest, recipe, 4 if priced else 2), divider.fewest_shared}
-        if len(problem.units) <= TINY:
-            more |= {*more_counts(divider.fewest_shared, recipe)}
-        most = recipe.steps.micro_batches or max(more)
-        counts += sorted(count for count in more if divider.fewest < count <= most)
-    tried = [divider.at(counts[0])]
-    for count in counts[1:]:
-        best = tried[first_worth([each.time for each in tried], recipe.saving)]
-        if divider.floor(count) < best.time * (1 - recipe.saving):
-            tried.append(divider.at(count))
+        return divider.by_balance(fewest), fewest
+    tried = [divider.at(fewest)]
+    if wanted is None and not layout.static:
+        # Trainers fix the most micro-batches of a step: without a price, few more than needed.
+        few = len(problem.units) <= (FEW if recipe.cost.per_micro_batch > 0 else TINY)
+        for count in more_counts(fewest, recipe, 4 if few else 2):
+            best = tried[first_worth([each.time for each in tried], saving)]
+            if divider.floor(count) < best.time * (1 - saving):
+                tried.append(divider.at(count))
     least = min(each.time for each in tried)
     tried = [divider.exchanged(each) if each.time < least * _WORTH else each for each in tried]
-    best = tried[first_worth([each.time for each in tried], recipe.saving)]
-    best = divider.no_slower_than_greedy(best, recipe.steps.micro_batches)
+    best = tried[first_worth([each.time for each in tried], saving)]
+    if wanted is None:
+        best = divider.no_slower_than_greedy(best, layout)
     best = without_empty(problem, best)
     return best.address, best.waves
 
@@ -144,13 +133,10 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
 class _Divider:
     """Divides the sorted units of one step between the micro-batches of all ranks."""
 
-    def __init__(self, problem: Problem, layout: Padded) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem, self.rows, self.ranks = problem, rows_of(problem), problem.ranks
-        recipe, multiple = problem.recipe, problem.recipe.topology.multiple
-        self.width = layout.widths(problem.units.widest, recipe.width_unit)
-        self.fewest = rounded_up(divided_up(fewest_cuts(self.rows.starts), self.ranks), multiple)
-        self.shared = shared_cuts(problem.units, layout, recipe)
-        self.fewest_shared = rounded_up(len(self.shared.ends), multiple)
+        fewest = divided_up(fewest_cuts(self.rows.starts), self.ranks)
+        self.fewest = rounded_up(fewest, problem.recipe.topology.multiple)
         self._cheapest: dict[int, IntArray] = {}
 
     def cheapest(self, count: int) -> IntArray:
@@ -159,13 +145,6 @@ class _Divider:
             rows, blocks = self.rows, min(count * self.ranks, len(self.rows.price))
             self._cheapest[count] = optimal_cuts(rows.scaled, rows.rows, rows.starts, blocks)
         return self._cheapest[count]
-
-    def fewest_slots(self, count: int) -> IntArray:
-        """The ends of the blocks with the fewest slots: the cheapest if cost is linear."""
-        rows, cheapest = self.rows, self.cheapest(count)
-        if np.array_equal(rows.scaled, self.width):
-            return cheapest
-        return optimal_cuts(self.width, rows.rows, rows.starts, len(cheapest))
 
     def floor(self, count: int) -> float:
         """No contiguous cut into `count` micro-batches per rank is faster.
@@ -180,9 +159,9 @@ class _Divider:
         return max(mean, largest) + count * self.problem.recipe.cost.per_micro_batch
 
     def by_balance(self, count: int) -> IntArray:
-        """The address of each unit: the fewest slots, dealt by the recipe's balance."""
+        """The address of each unit: the cheapest cuts, dealt by the recipe's balance."""
         recipe = self.problem.recipe
-        return self.dealt(self.fewest_slots(count), count, recipe.balance, recipe.sync_every)
+        return self.dealt(self.cheapest(count), count, recipe.balance, recipe.sync_every)
 
     def dealt(self, ends: IntArray, count: int, balance: str, sync_every: str) -> IntArray:
         """The address of each unit when blocks are dealt to ranks."""
@@ -202,49 +181,42 @@ class _Divider:
         assert best is not None
         return best
 
-    def no_slower_than_greedy(self, best: Packing, most: int | None) -> Packing:
-        """`best`, or the best division with the waves of the greedy cut if that is faster.
-
-        It has at most `most` waves.
-        """
-        waves = self.fewest_shared
-        if most is not None and waves > most:
+    def no_slower_than_greedy(self, best: Packing, layout: Padded) -> Packing:
+        """`best`, or the best division with the waves of the greedy cut if that is faster."""
+        recipe = self.problem.recipe
+        shared = shared_cuts(self.problem.units, layout, recipe)
+        waves = rounded_up(len(shared.ends), recipe.topology.multiple)
+        if waves > (recipe.steps.micro_batches or waves):
             return best
-        greedy = faster(self.problem, best, self.shared.address(waves), waves)
+        greedy = faster(self.problem, best, shared.address(waves), waves)
         if greedy is None or greedy is best:
             return best
-        return self.exchanged(self.at(waves) if waves >= self.fewest else greedy)
+        cut = self.exchanged(self.at(waves)) if waves >= self.fewest else greedy
+        return min(cut, greedy, key=lambda each: each.time)
 
     def _addresses(self, count: int) -> Iterator[IntArray]:
         """The addresses to compare."""
-        cheapest = self.cheapest(count)
-        if self.ranks == 1:
+        rows, ranks, n, cheapest = self.rows, self.ranks, len(self.rows.price), self.cheapest(count)
+        if ranks == 1:
             yield self._by_rank(cheapest, np.zeros(len(cheapest), np.int64))
             return
-        cuts = [cheapest]
         if self.problem.by_rank(count):
-            cuts = [self.fewest_slots(count), cheapest]
-            for ends, rank_of in rank_sum_cuts(self.rows, self.ranks, count, cuts):
+            for ends, rank_of in rank_sum_cuts(rows, ranks, count, cheapest):
                 yield self._by_rank(ends, rank_of)
-        else:
-            rows, ranks = self.rows, self.ranks
-            if len(rows.price) <= _SHIFTED:
-                cuts += [cut for cut in self._even_waves(count) if len(cut)]
-            capped = _capped(rows, ranks * count, cheapest) if len(rows.price) <= FEW else []
-            for at, ends in enumerate(cuts + capped):  # where levels end depends on their start
-                ends = lower_levels(rows, ends, ranks, count, _WORK, at < len(cuts))
-                yield self.dealt(ends, count, "refined", "micro_batch")
-        if count >= self.fewest_shared:
-            yield self.shared.address(count)
-
-    def _even_waves(self, count: int) -> Iterator[IntArray]:
-        """Cuts of even waves, from the cheapest blocks on, and from one unit per block on."""
-        n, each = len(self.rows.price), np.arange(count, -1, -1) * self.ranks
-        ends = np.concatenate(([0], self.cheapest(count)))
-        yield even_waves(self.rows, ends[np.maximum(len(ends) - 1 - each, 0)], self.ranks)
-        starts = np.maximum(n - each, 0)
-        starts[0] = 0  # the narrowest wave has all that is left
-        yield even_waves(self.rows, starts, self.ranks)
+            return
+        cuts = [cheapest]
+        if n <= _SHIFTED:
+            # Even waves, shifted from waves of the cheapest blocks and of one unit per block on.
+            blocks = np.arange(count, -1, -1) * ranks  # from the start of each wave on
+            by_block = np.append(0, cheapest)[np.maximum(len(cheapest) - blocks, 0)]
+            by_unit = np.maximum(n - blocks, 0)
+            by_unit[0] = 0  # the narrowest wave has all that is left
+            even = [even_waves(rows, starts, ranks) for starts in (by_block, by_unit)]
+            cuts += [cut for cut in even if len(cut)]
+        capped = _capped(rows, ranks * count, cheapest) if n <= FEW else []
+        for at, ends in enumerate(cuts + capped):  # where levels end depends on their start
+            ends = lower_levels(rows, ends, ranks, count, _WORK, at < len(cuts))
+            yield self.dealt(ends, count, "refined", "micro_batch")
 
     def _by_rank(self, ends: IntArray, rank_of: IntArray) -> IntArray:
         """The address of each unit where every rank runs its blocks most expensive first."""
@@ -693,22 +665,23 @@ def lower_levels(
 
 
 def rank_sum_cuts(
-    units: Rows, ranks: int, waves: int, given: list[IntArray]
-) -> list[tuple[IntArray, IntArray]]:
+    units: Rows, ranks: int, waves: int, cheapest: IntArray
+) -> Iterator[tuple[IntArray, IntArray]]:
     """(ends of the blocks, rank of each block) of the cuts worth comparing.
 
-    `given` are the ends of cuts to start from: that with the fewest slots, which is dealt by every
-    balance, the cheapest, and others.
+    The cheapest cut as every balance deals it, and the two most even ones after shifts and swaps.
     """
-    cuts = [*given, *_capped(units, ranks * waves, given[1])]
-    dealt = [deal_blocks(units, ends, ranks, waves, "lpt") for ends in cuts]
-    slowest = [_slowest(units, *cut, ranks) for cut in zip(cuts, dealt, strict=True)]
-    many = ranks * waves > _MANY
-    fastest = np.argsort(slowest, kind="stable")[: 1 if many else _IMPROVED]
-    improved = [lower_slowest(units, cuts[at], ranks, waves) for at in fastest]
-    balances = [name for name in DEALS if name != "refined" or not many]
-    fewest = [(given[0], deal_blocks(units, given[0], ranks, waves, name)) for name in balances]
-    return improved + fewest
+
+    def slowest(ends: IntArray) -> float:
+        rank_of = deal_blocks(units, ends, ranks, waves, "lpt")
+        return float(np.bincount(rank_of, block_costs(units, ends), ranks).max())
+
+    for balance in DEALS:
+        yield cheapest, deal_blocks(units, cheapest, ranks, waves, balance)
+    cuts = sorted([cheapest, *_capped(units, ranks * waves, cheapest)], key=slowest)
+    for ends in cuts[:2]:
+        rank_of = deal_blocks(units, ends, ranks, waves)
+        yield slowest_lowered(units, ends, rank_of, ranks, waves, _WORK)
 
 
 def _capped(units: Rows, blocks: int, cheapest: IntArray) -> list[IntArray]:
@@ -728,17 +701,6 @@ def deal_blocks(
     costs = np.full(ranks * waves, units.empty)
     costs[: len(ends)] = block_costs(units, ends)
     return partition(costs, ranks, balance, equal_sizes=True)[: len(ends)]
-
-
-def lower_slowest(units: Rows, ends: IntArray, ranks: int, waves: int) -> tuple[IntArray, IntArray]:
-    """(ends, rank of each block) after shifts and swaps."""
-    balance = "refined" if len(ends) <= _REFINED else "lpt"
-    dealt = deal_blocks(units, ends, ranks, waves, balance)
-    return slowest_lowered(units, ends, dealt, ranks, waves, _WORK)
-
-
-def _slowest(units: Rows, ends: IntArray, rank_of: IntArray, ranks: int) -> float:
-    return float(np.bincount(rank_of, block_costs(units, ends) - units.empty, ranks).max())
 
 
 @kernel

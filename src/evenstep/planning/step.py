@@ -279,17 +279,12 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
         if at == 0 or not problem.is_within(least, tried[at].waves, 1.0):
             tried[at] = search.thorough(tried[at])
     best = tried[first_worth([each.time for each in tried], saving)]
-    filled_waves = np.bincount(best.address // problem.per_wave, minlength=best.waves) > 0
-    waves = rounded_up(max(int(filled_waves.sum()), 1), problem.recipe.topology.multiple)
-    if search.joint and wanted is None and waves < best.waves:  # leave out waves without units
-        wave = (np.cumsum(filled_waves) - 1)[best.address // problem.per_wave]
-        address = wave * problem.per_wave + best.address % problem.per_wave
-        best = faster(problem, best, address, waves) or best
     if search.joint:
         best = without_empty(problem, best)
     apart = problem.kinds_matter or problem.recipe.equal_sizes
     if search.joint and not apart and not problem.by_rank(best.waves):
-        # Exchanges do not look at the sums of ranks within waves: deal packs to ranks anew.
+        # Exchanges do not look at the sums of ranks over waves: deal packs to ranks anew. This
+        # saves little time where ranks wait in every wave, but evens out their work in the step.
         address = dealt(problem, best.address, best.waves)
         time = problem.time(problem.works(address, best.waves))
         if time <= best.time * (1 + 1e-12):
@@ -304,19 +299,17 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
         return
     units, recipe, multiple = problem.units, problem.recipe, problem.recipe.topology.multiple
     capacity, per_wave = problem.capacity, problem.per_wave
-
-    def waves_of(packs: int) -> int:
-        return rounded_up(max(divided_up(packs, per_wave), 1), multiple)
-
-    waves = waves_of(divided_up(int(np.minimum(units.size, capacity).sum()), capacity))
+    per_count = per_wave * multiple  # packs that each count has more than the one before
+    packs = max(divided_up(int(np.minimum(units.size, capacity).sum()), capacity), 1)
     for column, cap in zip(units.extra.T, units.caps.tolist(), strict=True):
-        packs = float(np.minimum(column, cap).sum()) / cap if cap > 0 else 0.0
-        waves = max(waves, waves_of(int(np.ceil(packs * (1 - 1e-9)))))
+        share = float(np.minimum(column, cap).sum()) / cap if cap > 0 else 0.0
+        packs = max(packs, int(np.ceil(share * (1 - 1e-9))))
+    waves = rounded_up(packs, per_count) // per_wave
     if not len(units.caps):
         # The volume nearly always suffices. A better bound takes longer than a try.
         yield waves
         if not tried:
-            fewest = waves_of(problem.fewest_packs)
+            fewest = rounded_up(problem.fewest_packs, per_count) // per_wave
             waves, most = max(waves + multiple, fewest), fewest + LOOK * multiple
         while not tried and waves < most:
             yield waves
@@ -329,7 +322,7 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
         # Under further limits, units that are spread may need far fewer packs than filled ones.
         if not len(units.caps) or spread_units(units, capacity, waves * per_wave) is None:
             bins = fill_bins(units, capacity, packer, recipe.seed, enough)
-            waves = max(waves, waves_of(len(bins)))
+            waves = max(waves, rounded_up(len(bins), per_count) // per_wave)
         while len(units.caps) and waves - too_few > max(multiple, waves // SPARED):
             middle = too_few + rounded_up((waves - too_few) // 2, multiple)
             middle = middle if middle < waves else middle - multiple
@@ -356,9 +349,9 @@ def constructions(problem: Problem, waves: int) -> list[Construction]:
     if recipe.balance != "refined" or recipe.layout.packer is not None:
         return [bins_dealt, spread_out] if len(problem.units.caps) else [bins_dealt]
     if recipe.topology.equal_widths:
-        return [*(partial(narrow, wider=wider) for wider in WIDER), waves_first, ranks_first]
+        return [*(partial(narrow, wider=wider) for wider in WIDER), waves_first]
     if recipe.second_work is not None:
-        return [kinds_apart, waves_first, ranks_first, filled]
+        return [kinds_apart, filled]
     spread: list[Construction] = [filled] if len(problem.units.caps) else []
     return [*spread, *([ranks_first] if problem.by_rank(waves) else []), waves_first]
 

@@ -32,7 +32,7 @@ from evenstep.planning.exchange import Shape, exchange, fill_empty, search_all
 Phases: TypeAlias = tuple[tuple[int, float, int], ...]
 """Of each phase of exchanges: the norm as a power of two, looseness, tries."""
 
-_ALL = 100_000  # assignments of a unit that are searched: up to 10 ms
+_ALL = 20_000  # assignments of a unit that are searched: up to 2 ms
 
 
 def refused(lengths: IntArray, limit: int | None, overflow: Overflow) -> IntArray:
