@@ -384,6 +384,7 @@ def empty_step(before: Step | None, recipe: Recipe) -> Step:
             cursor=Cursor(identity={}, step=-1, position={}),
             budget=recipe.layout.budget,
             ranks=recipe.topology.dp,
+            context_ranks=recipe.topology.cp,
         )
     return replace(
         before,
