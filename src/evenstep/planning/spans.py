@@ -35,6 +35,7 @@ _LEVEL = 1.0003  # loads over their mean that are level
 _OVER = 1.02  # loads over the level that a part is divided to avoid
 _WORTH = 0.1  # of the level is worth a part
 _LOOK = 8  # ranks that are asked for room
+_CLOSE = 1.0005  # times over another that are as good
 
 
 @kernel
@@ -197,31 +198,7 @@ def share_wave(
                 return parts
             level = level * 1.03 if level < 2 * cost[u] else np.inf  # by the capacity alone
 
-    def others(level: float) -> float:
-        """The mean load of the ranks that no peeled part has; infinite if there are none."""
-        left, free = cost.sum(), ranks
-        for u in range(n):
-            if size[u] <= capacity and cost[u] <= level * _LEVEL:
-                break
-            parts = split(u, level, free)
-            if parts > 0:
-                free -= parts
-                head = cuts[parts - 1]
-                left += price(0, head) + per_moved * head * parts - cost[u]
-        return left / free if free > 0 else np.inf
-
-    # The level at which ranks of peeled parts and all others have the same load.
     level, best, chosen = cost.sum() / ranks, np.inf, np.empty((0, 4), np.int64)
-    above = level
-    while others(above) > above:
-        above *= 1.1
-    for _ in range(12 if above > level else 0):
-        middle = (level + above) / 2
-        if others(middle) > middle:
-            level = middle
-        else:
-            above = middle
-    level = above
     for _ in range(3):
         count[0] = 0
         parts_of[:] = 1
@@ -332,10 +309,12 @@ def share_wave(
             level *= 1.05
             continue
         # Level: from the most to the least loaded rank.
+        slowest = np.inf
         for _ in range(3):
             mean = load.sum() / ranks
-            if load.max() <= mean * _LEVEL:
+            if load.max() <= mean * _LEVEL or load.max() >= slowest:
                 break
+            slowest = load.max()
             order = np.argsort(-load)
             heavy, light, steps = 0, ranks - 1, 0
             while heavy < light and steps < 4 * ranks and count[0] < most:
@@ -416,6 +395,7 @@ def share_wave(
                 if not done:
                     heavy += 1
         slowest = load.max()
+        gains = slowest < best / _CLOSE
         if slowest < best:
             best = slowest
             chosen = np.empty((count[0], 4), np.int64)
@@ -423,19 +403,19 @@ def share_wave(
                 chosen[at, 0], chosen[at, 1] = unit_of[at], start[at]
                 chosen[at, 2], chosen[at, 3] = end[at], rank_of[at]
         mean = load.sum() / ranks
-        if slowest <= mean * 1.0005 or (mean <= level * 1.0002 and slowest > best):
+        if slowest <= mean * _CLOSE or not gains:
             break
         level = mean
     return best, chosen
 
 
 _EVEN = 1.002  # times over the ideal from which nothing is shared
-_WAVES = 4  # waves that share, at most
+_WAVES = 6  # waves that share, at most
 _FILLS = (0.6, 0.7, 0.78, 0.85, 0.9, 0.95, 0.98, 0.99)  # of the waves that do not
 _TIGHT = 0.8  # of the slots of a wave that shares: more are hard to divide evenly
 _SHORT = 0.1  # of the work of a wave that shares is that of the shortest units
 _UNEVEN = 0.005  # of its dearest unit is about what a wave that does not share waits
-_SCORED, _PLANNED = 16, 2  # candidates
+_SCORED, _PLANNED = 12, 2  # candidates
 _MORE = 6  # numbers of waves that are tried where a step has to share
 
 
@@ -453,7 +433,7 @@ class _Candidate(NamedTuple):
     waves: int
     units: int
     last: int
-    ends: tuple[int, ...]
+    ends: list[int]
 
 
 class _Sharing:
@@ -490,60 +470,75 @@ class _Sharing:
         self.ideal = float(self.rest_work[-1]) / self.ranks
 
     def candidates(self, fewest: int) -> list[_Candidate]:
-        """The candidates with `fewest` waves or one more, the most promising first."""
-        per_wave, n, plain = self.capacity * self.ranks, len(self.units), self.prefixes is None
-        counts = set()
-        least = max(divided_up(int(self.slots[self.must]), per_wave), 1)
-        for waves in (fewest, fewest + 1):
-            for shared in range(least, min(least + _WAVES - 1, waves) + 1):
-                # Short units even out a wave that shares without further parts.
-                few = _SHORT * self.work[-1] * shared / waves
-                lasts = {n, int(np.searchsorted(self.work, self.work[-1] - few))}
-                for last, fill in product(lasts if shared < waves and plain else {n}, _FILLS):
-                    rest = self.rest_slots[last] - int(fill * per_wave * (waves - shared))
-                    count = max(int(np.searchsorted(self.rest_slots, rest)), self.must, 1)
-                    used = self.slots[count] + self.slots[-1] - self.slots[last]
-                    if count <= last and used <= per_wave * shared:
-                        counts.add((shared, waves, count, last))
-        return sorted(self.candidate(*each) for each in counts)
+        """The best candidates with `fewest` waves or one more, the most promising first.
 
-    def candidate(self, shared: int, waves: int, count: int, last: int) -> _Candidate:
-        """One candidate: the ideal, what exchanges and micro-batches cost, and waiting."""
-        cost, per_wave = self.recipe.cost, self.capacity * self.ranks
+        Their time is the ideal, what exchanges and micro-batches cost, and waiting.
+        """
+        cost, ranks, slots, work = self.recipe.cost, self.ranks, self.slots, self.work
+        per_wave = self.capacity * ranks
+        least = max(divided_up(int(slots[self.must]), per_wave), 1)
+        # Short units even out a wave that shares without further parts.
+        tails = (0.0, _SHORT) if self.prefixes is None else (0.0,)
+        grid = product((fewest, fewest + 1), range(least, least + _WAVES), tails, _FILLS)
+        columns = np.array([*grid])
+        # Each is [candidate], as what follows.
+        waves, shared, tail, fill = columns[columns[:, 1] <= columns[:, 0]].T
+        last = np.searchsorted(work, work[-1] * (1 - tail * (shared < waves) * shared / waves))
+        room = np.floor(fill * per_wave * (waves - shared))
+        count = np.searchsorted(self.rest_slots, self.rest_slots[last] - room)
+        count = count.clip(max(self.must, 1))
+        used = slots[count] + slots[-1] - slots[last]
+        fits = (count <= last) & (used <= per_wave * shared)
+        columns = np.stack([shared, waves, count, last])[:, fits].astype(np.int64)
+        shared, waves, count, last = np.unique(columns, axis=1)
         # Full waves with a long unit on every rank, then equally many slots in each.
-        large = int((self.units.size[:count] > self.capacity // 2).sum())
-        full = min(large // self.ranks, shared - 1)
-        first, end = self.slots[self.ranks * full], self.slots[count]
-        parts = np.arange(1, shared - full + 1) / (shared - full)
-        ends = np.searchsorted(self.slots, first + (end - first) * parts)
+        large = offsets_of(self.units.size > self.capacity // 2)
+        full = np.minimum(large[count] // ranks, shared - 1)
+        first, rest = slots[ranks * full], waves - shared
+        used = slots[count] - first + slots[-1] - slots[last]
+        # Full waves that short units make even exchange nothing.
+        short = (work[-1] - work[last]) / shared
+        heads = ranks * np.arange(full.max(initial=0) + 1)
+        level = (np.diff(work[heads]) + short[:, np.newaxis]) / ranks
+        uneven = self.units.cost[heads[:-1]] > level * _LEVEL
+        divided = shared - full + (uneven & (heads[:-1] < ranks * full[:, np.newaxis])).sum(axis=1)
         # Waves with few slots to spare cannot be even, nor can large units of the rest.
-        fill = (end - first + self.slots[-1] - self.slots[last]) / (shared - full) / per_wave
-        waits = max(0.0, fill - _TIGHT) * self.ideal / waves
-        waits += self.waiting(count, waves - shared)
-        if count < last:
-            waits += _UNEVEN * float(self.units.cost[count]) * (waves - shared)
-        rest = (self.rest_work[last] - self.rest_work[count]) / self.ranks + waits
-        rest += (waves - shared) * cost.per_micro_batch
-        work = (self.work[count] + self.work[-1] - self.work[last]) / self.ranks
-        time = rest + work + shared * (cost.exchange + cost.per_micro_batch)
-        whole = (self.ranks * (wave + 1) for wave in range(full))
-        return _Candidate(time, rest, shared, waves, count, last, (*whole, *ends.tolist()))
+        waits = self.waiting(count, rest)
+        waits += np.where(count < last, _UNEVEN * np.append(self.units.cost, 0)[count] * rest, 0)
+        alone = (self.rest_work[last] - self.rest_work[count]) / ranks + waits
+        alone += rest * cost.per_micro_batch
+        time = alone + work[count] / ranks + short * shared / ranks
+        time += divided * cost.exchange + shared * cost.per_micro_batch
+        tight = np.maximum(used / (shared - full) / per_wave - _TIGHT, 0)
+        time += tight * self.ideal / waves
+        candidates = []
+        for k in np.argsort(time, kind="stable")[:_SCORED].tolist():
+            parts = np.arange(1, shared[k] - full[k] + 1) / (shared[k] - full[k])
+            ends = np.searchsorted(slots, first[k] + (slots[count[k]] - first[k]) * parts)
+            numbers = (int(each[k]) for each in (shared, waves, count, last))
+            ends = [*(ranks * np.arange(1, full[k] + 1)).tolist(), *ends.tolist()]
+            candidates.append(_Candidate(float(time[k]), float(alone[k]), *numbers, ends))
+        return candidates
 
-    def waiting(self, count: int, waves: int) -> float:
-        """A lower bound on what ranks wait in `waves` waves with the units from `count` on.
+    def waiting(self, count: IntArray, waves: IntArray) -> FloatArray:
+        """Lower bounds on what ranks wait in so many waves with the units from `count` on.
 
         The k waves with the dearest units hold at most their slots, so that they do at most the
         work of the dearest tokens, and a unit that these slots cannot hold is in another wave.
         """
-        cost, slots, work = self.units.cost, self.rest_slots, self.rest_work
-        if waves == 0 or count == len(cost):
-            return 0.0
+        cost, slots, work = np.append(self.units.cost, 0.0), self.rest_slots, self.rest_work
+        n = len(self.units)
         if self.recipe.sync_every == "step":
-            return max(0.0, float(cost[count] - (work[-1] - work[count]) / self.ranks))
-        ends = slots[count] + np.arange(min(waves, 8)) * (self.capacity * self.ranks)
-        first = np.searchsorted(slots, ends[ends < slots[-1]], "right") - 1
-        done = np.append(work[first[1:] + 1], work[-1]) - work[count]
-        return max(0.0, float((np.cumsum(cost[first]) - done / self.ranks).max()))
+            dearest = cost[count] - (work[-1] - work[count]) / self.ranks
+            return np.maximum(np.where(waves > 0, dearest, 0.0), 0.0)
+        wave = np.arange(min(int(waves.max(initial=0)), 8) + 1)  # [candidate, wave] below
+        ends = slots[count][:, np.newaxis] + wave * (self.capacity * self.ranks)
+        first = np.searchsorted(slots, ends, "right") - 1
+        first[:, -1] = n
+        first = np.where(wave < waves[:, np.newaxis], first, n)
+        done = work[np.minimum(first[:, 1:] + 1, n)] - work[count][:, np.newaxis]
+        waits = np.cumsum(cost[first[:, :-1]], axis=1) - done / self.ranks
+        return np.maximum(waits.max(axis=1, initial=0.0), 0.0)
 
     def share(self, candidate: _Candidate) -> tuple[float, list[IntArray]]:
         """(the time of the waves that share, their parts)."""
@@ -613,8 +608,8 @@ class _Sharing:
         best: DecidedStep | None = None
         scored, least = [], time
         # Score candidates by their waves that share and by what the others take at least.
-        for candidate in self.candidates(fewest)[:_SCORED]:
-            if candidate.time >= least:
+        for candidate in self.candidates(fewest):
+            if candidate.time * _CLOSE >= least:
                 break
             shared_time, waves = self.share(candidate)
             score = candidate.rest + shared_time
@@ -623,7 +618,7 @@ class _Sharing:
             least = min(least, score)
         # Plan the others of the best.
         for score, candidate, shared_time, waves in sorted(scored, key=itemgetter(0))[:_PLANNED]:
-            if score >= time:
+            if score * _CLOSE >= time:
                 break
             try:
                 rest = self.rest(candidate, candidate.waves - candidate.shared)
@@ -636,7 +631,7 @@ class _Sharing:
 
     def one_by_one(self) -> DecidedStep:
         """A wave for each unit that no rank holds alone, and the others after them."""
-        count, ends = self.must, tuple(range(1, self.must + 1))
+        count, ends = self.must, [*range(1, self.must + 1)]
         candidate = _Candidate(0.0, 0.0, count, 0, count, len(self.units), ends)
         rest = self.rest(candidate, None)
         time, parts = self.share(candidate)
