@@ -29,7 +29,6 @@ from evenstep.tensors import cross_entropy, load_balancing, policy_gradient
 from evenstep.testing import run_ranks
 from evenstep.train import (
     Alone,
-    Constant,
     Distributed,
     GroupMean,
     RolloutBatch,

@@ -414,6 +414,7 @@ _WAVES = 6  # waves that share, at most
 _FILLS = (0.6, 0.7, 0.78, 0.85, 0.9, 0.95, 0.98, 0.99)  # of the waves that do not
 _TIGHT = 0.8  # of the slots of a wave that shares: more are hard to divide evenly
 _SHORT = 0.1  # of the work of a wave that shares is that of the shortest units
+_WHOLE = 0.5  # of the exchange of a wave that need not divide a unit
 _UNEVEN = 0.005  # of its dearest unit is about what a wave that does not share waits
 _SCORED, _PLANNED = 12, 2  # candidates
 _MORE = 6  # numbers of waves that are tried where a step has to share
@@ -492,33 +493,42 @@ class _Sharing:
         columns = np.stack([shared, waves, count, last])[:, fits].astype(np.int64)
         shared, waves, count, last = np.unique(columns, axis=1)
         # Full waves with a long unit on every rank, then equally many slots in each.
-        large = offsets_of(self.units.size > self.capacity // 2)
+        large = offsets_of((self.units.size > self.capacity // 2).astype(np.int64))
         full = np.minimum(large[count] // ranks, shared - 1)
         first, rest = slots[ranks * full], waves - shared
         used = slots[count] - first + slots[-1] - slots[last]
-        # Full waves that short units make even exchange nothing.
+        wave = np.arange(shared.max(initial=0) + 1)  # [candidate, wave] below
+        part = (wave - full[:, np.newaxis]).clip(0) / (shared - full)[:, np.newaxis]
+        slots_shared = first[:, np.newaxis] + (slots[count] - first)[:, np.newaxis] * part
+        ends = np.searchsorted(slots, slots_shared).clip(max=count[:, np.newaxis])
+        ends = np.where(wave < full[:, np.newaxis], ranks * wave, ends)
+        # Where short units make a wave even, perhaps nothing is divided.
         short = (work[-1] - work[last]) / shared
-        heads = ranks * np.arange(full.max(initial=0) + 1)
-        level = (np.diff(work[heads]) + short[:, np.newaxis]) / ranks
-        uneven = self.units.cost[heads[:-1]] > level * _LEVEL
-        divided = shared - full + (uneven & (heads[:-1] < ranks * full[:, np.newaxis])).sum(axis=1)
+        level = (np.diff(work[ends]) + short[:, np.newaxis]) / ranks
+        dearest = np.append(self.units.cost, 0.0)
+        whole = (wave[:-1] < shared[:, np.newaxis]) & (dearest[ends[:, :-1]] <= level * _LEVEL)
+        divided = shared - _WHOLE * (whole.sum(axis=1) * (count < last))
         # Waves with few slots to spare cannot be even, nor can large units of the rest.
         waits = self.waiting(count, rest)
-        waits += np.where(count < last, _UNEVEN * np.append(self.units.cost, 0)[count] * rest, 0)
+        waits += np.where(count < last, _UNEVEN * dearest[count] * rest, 0)
         alone = (self.rest_work[last] - self.rest_work[count]) / ranks + waits
         alone += rest * cost.per_micro_batch
         time = alone + work[count] / ranks + short * shared / ranks
         time += divided * cost.exchange + shared * cost.per_micro_batch
         tight = np.maximum(used / (shared - full) / per_wave - _TIGHT, 0)
         time += tight * self.ideal / waves
-        candidates = []
-        for k in np.argsort(time, kind="stable")[:_SCORED].tolist():
-            parts = np.arange(1, shared[k] - full[k] + 1) / (shared[k] - full[k])
-            ends = np.searchsorted(slots, first[k] + (slots[count[k]] - first[k]) * parts)
-            numbers = (int(each[k]) for each in (shared, waves, count, last))
-            ends = [*(ranks * np.arange(1, full[k] + 1)).tolist(), *ends.tolist()]
-            candidates.append(_Candidate(float(time[k]), float(alone[k]), *numbers, ends))
-        return candidates
+        return [
+            _Candidate(
+                time=float(time[k]),
+                rest=float(alone[k]),
+                shared=int(shared[k]),
+                waves=int(waves[k]),
+                units=int(count[k]),
+                last=int(last[k]),
+                ends=ends[k, 1 : shared[k] + 1].tolist(),
+            )
+            for k in np.argsort(time, kind="stable")[:_SCORED].tolist()
+        ]
 
     def waiting(self, count: IntArray, waves: IntArray) -> FloatArray:
         """Lower bounds on what ranks wait in so many waves with the units from `count` on.
@@ -529,8 +539,8 @@ class _Sharing:
         cost, slots, work = np.append(self.units.cost, 0.0), self.rest_slots, self.rest_work
         n = len(self.units)
         if self.recipe.sync_every == "step":
-            dearest = cost[count] - (work[-1] - work[count]) / self.ranks
-            return np.maximum(np.where(waves > 0, dearest, 0.0), 0.0)
+            waits = np.where(waves > 0, cost[count] - (work[-1] - work[count]) / self.ranks, 0.0)
+            return np.maximum(waits, 0.0)
         wave = np.arange(min(int(waves.max(initial=0)), 8) + 1)  # [candidate, wave] below
         ends = slots[count][:, np.newaxis] + wave * (self.capacity * self.ranks)
         first = np.searchsorted(slots, ends, "right") - 1
@@ -538,7 +548,8 @@ class _Sharing:
         first = np.where(wave < waves[:, np.newaxis], first, n)
         done = work[np.minimum(first[:, 1:] + 1, n)] - work[count][:, np.newaxis]
         waits = np.cumsum(cost[first[:, :-1]], axis=1) - done / self.ranks
-        return np.maximum(waits.max(axis=1, initial=0.0), 0.0)
+        bounds: FloatArray = waits.max(axis=1, initial=0.0)
+        return bounds
 
     def share(self, candidate: _Candidate) -> tuple[float, list[IntArray]]:
         """(the time of the waves that share, their parts)."""
