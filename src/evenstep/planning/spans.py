@@ -9,7 +9,7 @@ hold the longest ones and divide them; the rest is planned unshared.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -56,18 +56,14 @@ def share_wave(
 ) -> tuple[float, IntArray]:
     """(the load of the slowest rank, the parts) of a wave with these units, dearest first.
 
-    A part is (unit, start, end, rank). The load is infinite and there are no parts if units do not
-    fit.
+    Parts are columns: unit, start, end, rank. The load is infinite and there are no parts if units
+    do not fit.
     """
     n, limits = size.shape[0], caps.shape[0]
     most = n + 6 * ranks + 8
-    unit_of, start, end = (
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-    )
-    rank_of, later = np.empty(most, np.int64), np.empty(most, np.int64)
-    after = np.empty(most, np.int64)  # the next part on the same rank
+    columns = np.empty((6, most), np.int64)
+    unit_of, start, end, rank_of = columns[0], columns[1], columns[2], columns[3]
+    later, after = columns[4], columns[5]  # parts it is sent to, the next part on the same rank
     first = np.empty(ranks, np.int64)
     used, sent, received = np.empty(ranks, np.int64), np.empty(ranks), np.empty(ranks)
     work, load, held = np.empty(ranks), np.empty(ranks), np.empty((ranks, limits))
@@ -198,7 +194,7 @@ def share_wave(
                 return parts
             level = level * 1.03 if level < 2 * cost[u] else np.inf  # by the capacity alone
 
-    level, best, chosen = cost.sum() / ranks, np.inf, np.empty((0, 4), np.int64)
+    level, best, chosen = cost.sum() / ranks, np.inf, np.empty((4, 0), np.int64)
     for _ in range(3):
         count[0] = 0
         parts_of[:] = 1
@@ -398,10 +394,7 @@ def share_wave(
         gains = slowest < best / _CLOSE
         if slowest < best:
             best = slowest
-            chosen = np.empty((count[0], 4), np.int64)
-            for at in range(count[0]):
-                chosen[at, 0], chosen[at, 1] = unit_of[at], start[at]
-                chosen[at, 2], chosen[at, 3] = end[at], rank_of[at]
+            chosen = columns[:4, : count[0]].copy()
         mean = load.sum() / ranks
         if slowest <= mean * _CLOSE or not gains:
             break
@@ -414,7 +407,6 @@ _WAVES = 6  # waves that share, at most
 _FILLS = (0.6, 0.7, 0.78, 0.85, 0.9, 0.95, 0.98, 0.99)  # of the waves that do not
 _TIGHT = 0.8  # of the slots of a wave that shares: more are hard to divide evenly
 _SHORT = 0.1  # of the work of a wave that shares is that of the shortest units
-_WHOLE = 0.5  # of the exchange of a wave that need not divide a unit
 _UNEVEN = 0.005  # of its dearest unit is about what a wave that does not share waits
 _SCORED, _PLANNED = 12, 2  # candidates
 _MORE = 6  # numbers of waves that are tried where a step has to share
@@ -471,9 +463,10 @@ class _Sharing:
         self.ideal = float(self.rest_work[-1]) / self.ranks
 
     def candidates(self, fewest: int) -> list[_Candidate]:
-        """The best candidates with `fewest` waves or one more, the most promising first.
+        """The best candidates with `fewest` waves or one more: by time if all waves that share
+        exchange, and by time if some of them turn out to need no exchange.
 
-        Their time is the ideal, what exchanges and micro-batches cost, and waiting.
+        Time is the ideal, what exchanges and micro-batches cost, and waiting.
         """
         cost, ranks, slots, work = self.recipe.cost, self.ranks, self.slots, self.work
         per_wave = self.capacity * ranks
@@ -502,24 +495,26 @@ class _Sharing:
         slots_shared = first[:, np.newaxis] + (slots[count] - first)[:, np.newaxis] * part
         ends = np.searchsorted(slots, slots_shared).clip(max=count[:, np.newaxis])
         ends = np.where(wave < full[:, np.newaxis], ranks * wave, ends)
-        # Where short units make a wave even, perhaps nothing is divided.
+        # Waves that short units make even without dividing others.
         short = (work[-1] - work[last]) / shared
         level = (np.diff(work[ends]) + short[:, np.newaxis]) / ranks
         dearest = np.append(self.units.cost, 0.0)
         whole = (wave[:-1] < shared[:, np.newaxis]) & (dearest[ends[:, :-1]] <= level * _LEVEL)
-        divided = shared - _WHOLE * (whole.sum(axis=1) * (count < last))
+        even = whole.sum(axis=1) * (count < last)
         # Waves with few slots to spare cannot be even, nor can large units of the rest.
         waits = self.waiting(count, rest)
         waits += np.where(count < last, _UNEVEN * dearest[count] * rest, 0)
         alone = (self.rest_work[last] - self.rest_work[count]) / ranks + waits
         alone += rest * cost.per_micro_batch
         time = alone + work[count] / ranks + short * shared / ranks
-        time += divided * cost.exchange + shared * cost.per_micro_batch
+        time += shared * (cost.exchange + cost.per_micro_batch)
         tight = np.maximum(used / (shared - full) / per_wave - _TIGHT, 0)
         time += tight * self.ideal / waves
+        lucky = time - even * cost.exchange / 2  # about half of them do
+        orders = [np.argsort(each, kind="stable")[:_SCORED].tolist() for each in (time, lucky)]
         return [
             _Candidate(
-                time=float(time[k]),
+                time=float(lucky[k]),
                 rest=float(alone[k]),
                 shared=int(shared[k]),
                 waves=int(waves[k]),
@@ -527,7 +522,7 @@ class _Sharing:
                 last=int(last[k]),
                 ends=ends[k, 1 : shared[k] + 1].tolist(),
             )
-            for k in np.argsort(time, kind="stable")[:_SCORED].tolist()
+            for k in dict.fromkeys(chain(*orders))
         ]
 
     def waiting(self, count: IntArray, waves: IntArray) -> FloatArray:
@@ -573,9 +568,9 @@ class _Sharing:
                 cost.per_segment,
                 cost.moved,
             )
-            exchange = cost.exchange if (parts[:, 1] > 0).any() else 0.0
+            exchange = cost.exchange if parts[1].any() else 0.0
             time += slowest + exchange + cost.per_micro_batch
-            parts[:, 0] = each[parts[:, 0]]
+            parts[0] = each[parts[0]]
             waves.append(parts)
         return time, waves
 
@@ -598,7 +593,7 @@ class _Sharing:
         """The step whose first waves share, with the rest after them."""
         columns = []
         for wave, parts in enumerate(shared):
-            unit, start, end, rank = parts.T
+            unit, start, end, rank = parts
             segment = self.order[unit]
             length = np.minimum(end, self.segments.length[segment]) - start
             parent = np.where(start > 0, ELSEWHERE, -1)
@@ -621,7 +616,7 @@ class _Sharing:
         # Score candidates by their waves that share and by what the others take at least.
         for candidate in self.candidates(fewest):
             if candidate.time * _CLOSE >= least:
-                break
+                continue
             shared_time, waves = self.share(candidate)
             score = candidate.rest + shared_time
             if score < time:
