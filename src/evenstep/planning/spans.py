@@ -8,6 +8,7 @@ hold the longest ones and divide them; the rest is planned unshared.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, pairwise, product
 from operator import itemgetter
@@ -408,7 +409,8 @@ _FILLS = (0.6, 0.7, 0.78, 0.85, 0.9, 0.95, 0.98, 0.99)  # of the waves that do n
 _TIGHT = 0.8  # of the slots of a wave that shares: more are hard to divide evenly
 _SHORT = 0.1  # of the work of a wave that shares is that of the shortest units
 _UNEVEN = 0.005  # of its dearest unit is about what a wave that does not share waits
-_SCORED, _PLANNED = 12, 2  # candidates
+_SCORED, _PLANNED = 16, 2  # candidates
+_POOR = 1.02  # times over the estimate of others from which these are scored as well
 _MORE = 6  # numbers of waves that are tried where a step has to share
 
 
@@ -462,9 +464,9 @@ class _Sharing:
         )
         self.ideal = float(self.rest_work[-1]) / self.ranks
 
-    def candidates(self, fewest: int) -> list[_Candidate]:
-        """The best candidates with `fewest` waves or one more: by time if all waves that share
-        exchange, and by time if some of them turn out to need no exchange.
+    def candidates(self, fewest: int) -> Iterator[_Candidate]:
+        """Candidates with `fewest` waves or one more, the most promising first: by time if all
+        waves that share exchange, and by time if some of them need no exchange, in turn.
 
         Time is the ideal, what exchanges and micro-batches cost, and waiting.
         """
@@ -511,9 +513,9 @@ class _Sharing:
         tight = np.maximum(used / (shared - full) / per_wave - _TIGHT, 0)
         time += tight * self.ideal / waves
         lucky = time - even * cost.exchange / 2  # about half of them do
-        orders = [np.argsort(each, kind="stable")[:_SCORED].tolist() for each in (time, lucky)]
-        return [
-            _Candidate(
+        orders = (np.argsort(each, kind="stable").tolist() for each in (time, lucky))
+        for k in dict.fromkeys(chain.from_iterable(zip(*orders, strict=True))):
+            yield _Candidate(
                 time=float(lucky[k]),
                 rest=float(alone[k]),
                 shared=int(shared[k]),
@@ -522,8 +524,6 @@ class _Sharing:
                 last=int(last[k]),
                 ends=ends[k, 1 : shared[k] + 1].tolist(),
             )
-            for k in dict.fromkeys(chain(*orders))
-        ]
 
     def waiting(self, count: IntArray, waves: IntArray) -> FloatArray:
         """Lower bounds on what ranks wait in so many waves with the units from `count` on.
@@ -614,7 +614,9 @@ class _Sharing:
         best: DecidedStep | None = None
         scored, least = [], time
         # Score candidates by their waves that share and by what the others take at least.
-        for candidate in self.candidates(fewest):
+        for number, candidate in enumerate(self.candidates(fewest)):
+            if number >= _SCORED and least < candidate.time * _POOR:
+                break
             if candidate.time * _CLOSE >= least:
                 continue
             shared_time, waves = self.share(candidate)
