@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     )
     from evenstep.core.recipe import Balance, Overflow, Scope, SyncEvery, uses_seed
     from evenstep.core.text import one_of, truth_value, whole_number
+    from evenstep.data import corpus as corpus_module
     from evenstep.data import dataset as measure
     from evenstep.data import feed as feed_module
     from evenstep.data import feed as producers_module

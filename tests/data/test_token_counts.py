@@ -14,7 +14,7 @@ from evenstep.errors import ConfigError, FileError, InputError
 from tests.data import corpora
 from tests.data.corpora import COUNTS, TEXTS, chat_of, tokens_of
 from tests.data.megatron_files import write_pair
-from tests.internals import default_workers, task_size
+from tests.internals import corpus_module, default_workers, task_size
 
 FULL = [count for count in COUNTS if count]
 MAKERS: dict[str, Any] = {
@@ -353,7 +353,7 @@ def test_samples_of_other_settings_are_not_taken_for_those_of_an_earlier_run(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("evenstep.data.corpus.replace_file", crash)
+        patch.setattr(corpus_module, "replace_file", crash)
         with pytest.raises(KeyboardInterrupt):  # after the samples, before what they are of
             second.stored(stored)
     assert bytes(first.stored(stored)[0]["input_ids"].tolist()) == b"first"

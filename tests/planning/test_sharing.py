@@ -289,6 +289,16 @@ def test_samples_longer_than_the_budget_are_divided() -> None:
         make_plan([17000], recipe())
 
 
+def test_steps_with_samples_longer_than_the_budget_are_even() -> None:
+    cost = Cost(per_token=24576, per_pair=1)
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        lengths = rng.lognormal(np.log(10_000), 1, 512).astype(int).clip(1, 65_536)
+        lengths = np.append(lengths, rng.integers(65_536, 131_072, 2))
+        plan = make_plan(lengths, recipe(ranks=32, budget=65_536, cost=cost))
+        assert step_times(plan)[0] <= 1.04 * cost.of_lengths(lengths).sum() / 32
+
+
 @pytest.mark.parametrize("moved", [0.0, 5.0, 1000.0])
 def test_a_sample_that_fills_all_ranks_runs_however_dear_its_keys_are(moved: float) -> None:
     for lengths in ([34], [34, 3, 20], [30, 33, 34, 1]):

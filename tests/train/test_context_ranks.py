@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from evenstep import Packed, Padded, PlannedStream, Recipe, Topology, World
-from evenstep.data import InMemory
+from evenstep import Packed, Padded, PlannedStream, PooledStream, Recipe, Steps, Topology, World
+from evenstep.data import Feed, InMemory
 from evenstep.errors import EvenstepError
 from evenstep.integrations.hf_attention import use_attention
 from evenstep.tensors import cross_entropy, load_balancing, policy_gradient
@@ -89,7 +89,9 @@ def check(
     ids.append([1, 2])
     steps = steps_of(samples, dp, cp, layout)
     found = on_threads(model, steps, cp, LOSSES[loss], normalization=norm, **options)
-    single, expected = gradient(model, alone(ids), samples, LOSSES[loss](), normalization=norm)
+    # Always in float64: rounding of two float32 gradients adds up to more than 1e-6.
+    exact = copy.deepcopy(model).double()
+    single, expected = gradient(exact, alone(ids), samples, LOSSES[loss](), normalization=norm)
     for result, ours in found:
         assert result.loss == pytest.approx(single.loss, rel=tolerance, abs=tolerance)
         close = pytest.approx(single.metrics, rel=10 * tolerance, abs=10 * tolerance)
@@ -299,6 +301,49 @@ def test_what_cannot_run_in_parts_is_refused_on_all_ranks(model: Any, how: str, 
 
     for error in run_ranks(2, run):
         assert re.search(said, error), error
+
+
+def step_without_plan(kind: str, samples: Any) -> Any:
+    """What holds whole samples for the ranks of a context: cp=2, of two data-parallel ranks."""
+    dp = 1 if kind == "of fewer ranks" else 2
+    steps = Steps(micro_batches=1) if kind in ("pooled", "feed") else Steps(samples=4)
+    recipe = Recipe(layout=Packed(max_tokens=48), topology=Topology(dp=dp, cp=2), steps=steps)
+    if kind == "feed":
+        feed = Feed(recipe)
+        for sample in samples:
+            feed.put(sample)
+        feed.close()
+        return feed
+    stream = PooledStream if kind == "pooled" else PlannedStream
+    step = next(iter(stream(InMemory(samples), recipe, world=World(0, dp))))
+    whole = kind != "resumed within"
+    return step if whole else replace(step, plan=None, sample_ids=None, costs=())
+
+
+@pytest.mark.parametrize("kind", ["pooled", "feed", "resumed within", "of fewer ranks"])
+def test_samples_that_no_plan_divides_are_refused_where_each_context_rank_would_run_them(
+    kind: str,
+) -> None:
+    samples = samples_of(np.random.default_rng(0), [[1] * 20, [2] * 9, [3] * 7, [4] * 5])
+
+    def run(ranks: Any) -> list[str]:
+        runner = Runner(model=decoder(), loss=cross_entropy(), collective=ranks, collate=COLLATE)
+        calls: list[Any] = [runner.run, lambda step: runner.evaluate([step])]
+        errors = []
+        for call in [runner.run_fed] if kind == "feed" else calls:
+            try:
+                call(step_without_plan(kind, samples))
+            except EvenstepError as error:
+                errors.append(str(error))
+        return errors
+
+    for errors in run_ranks(4, run):
+        assert len(errors) == (1 if kind == "feed" else 2)
+        for error in errors:
+            assert re.search(r"every sample would run 2 times.*Runner\(shard=", error), error
+    # Without context-parallel ranks in the collective, nothing is divided.
+    assert run_ranks(2, run) == [[], []]
+    assert run(Alone()) == []
 
 
 # Memory -------------------------------------------------------------------------------------------

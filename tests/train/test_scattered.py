@@ -42,9 +42,9 @@ def test_gradients_are_the_same_in_every_wrapper(tmp_path: Path) -> None:
 
 def test_the_peak_falls_by_what_tune_predicts(tmp_path: Path) -> None:
     for weights, peaks in results_of(2, scattering.peaks, tmp_path):
-        names = ("parameters", "hidden", "layers", "kept", "vocab", "outside")
+        names = ("parameters", "hidden", "layers", "vocab", "outside")
         sizes = {"parameters": weights, "layers": scattering.SHAPE.layers}
-        size = SimpleNamespace(**{**dict.fromkeys(names, 1), **sizes})
+        size = SimpleNamespace(**{**dict.fromkeys(names, 1), **sizes}, work=SimpleNamespace(kept=1))
         predicted = [
             memory_of(
                 cast(ModelSize, size), Topology(dp=2), slots=1, micro_batches=3, scattered=each

@@ -138,6 +138,8 @@ class Step:
     """The most slots of a micro-batch, the same on all ranks."""
     ranks: int = 1
     """Data-parallel ranks that share the step."""
+    context_ranks: int = 1
+    """Context-parallel ranks of each of them (`topology.cp`), which divide its samples."""
     loss_tokens: Mapping[int, int] = field(default_factory=dict)
     """The loss tokens that `totals` assumes for each sample of this rank, by id; collating checks
     them."""

@@ -228,6 +228,16 @@ class Feed:
         return self._batcher.recipe.layout.budget
 
     @property
+    def ranks(self) -> int:
+        """Data-parallel ranks of the recipe."""
+        return self._batcher.recipe.topology.dp
+
+    @property
+    def context_ranks(self) -> int:
+        """Context-parallel ranks of each of them, which divide its samples."""
+        return self._batcher.recipe.topology.cp
+
+    @property
     def empty_micro_batch(self) -> MicroBatch:
         """An empty micro-batch of a width that the recipe's topology can shard."""
         return self._batcher.take([], 0)[0]

@@ -380,6 +380,7 @@ class PlannedStream(Stream):
                 lost={reason: over_long} if reason and over_long else {},
                 budget=recipe.layout.budget,
                 ranks=plan.num_ranks if rest is None else len(rest),
+                context_ranks=recipe.topology.cp,
                 loss_tokens=loss_tokens,
                 plan=plan if whole else None,
                 sample_ids=frozen_ids,

@@ -178,6 +178,7 @@ class PooledStream(Stream):
                 fingerprint=self.fingerprint,
                 budget=self.recipe.layout.budget,
                 ranks=self.world.size,
+                context_ranks=self.recipe.topology.cp,
             )
             self.observe(step)
             yield step

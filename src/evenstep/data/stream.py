@@ -382,6 +382,7 @@ def empty_step(before: Step | None, recipe: Recipe) -> Step:
         cursor=replace(cursor, step=cursor.step + 1),
         budget=recipe.layout.budget,
         ranks=recipe.topology.dp,
+        context_ranks=recipe.topology.cp,
         fingerprint="" if before is None else before.fingerprint,
     )
 

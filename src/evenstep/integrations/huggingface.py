@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
@@ -568,6 +569,10 @@ def _read_attention(model: Any, name: str) -> tuple[bool, str]:
 _ARGUMENTS = r"(\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))"
 
 
+_READING = threading.Lock()
+"""Python 3.11 may fail to parse code in two threads at a time."""
+
+
 def _mask_calls(model: Any, *makers: str) -> dict[str, bool]:
     """Classes in the model that call functions of these names, and whether all calls pass
     position_ids: `create_causal_mask(..., position_ids=...)`, or `(**kwargs)` of a dict that has
@@ -576,7 +581,8 @@ def _mask_calls(model: Any, *makers: str) -> dict[str, bool]:
     for kind in dict.fromkeys(class_of(module) for module in model.modules()):
         home = sys.modules.get(kind.__module__)
         if hasattr(kind, "config_class") and any(hasattr(home, maker) for maker in makers):
-            source = inspect.getsource(kind)
+            with _READING:
+                source = inspect.getsource(kind)
             named = "|".join(makers)
             aliases = re.findall(rf"(\w+) = \(?\s*(?:{named})\b(?!\()", source)
             calls = re.findall(rf"\b(?:{'|'.join((named, *aliases))}){_ARGUMENTS}", source)

@@ -8,8 +8,9 @@ hold the longest ones and divide them; the rest is planned unshared.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ _LEVEL = 1.0003  # loads over their mean that are level
 _OVER = 1.02  # loads over the level that a part is divided to avoid
 _WORTH = 0.1  # of the level is worth a part
 _LOOK = 8  # ranks that are asked for room
+_CLOSE = 1.0005  # times over another that are as good
 
 
 @kernel
@@ -55,18 +57,14 @@ def share_wave(
 ) -> tuple[float, IntArray]:
     """(the load of the slowest rank, the parts) of a wave with these units, dearest first.
 
-    A part is (unit, start, end, rank). The load is infinite and there are no parts if units do not
-    fit.
+    Parts are columns: unit, start, end, rank. The load is infinite and there are no parts if units
+    do not fit.
     """
     n, limits = size.shape[0], caps.shape[0]
     most = n + 6 * ranks + 8
-    unit_of, start, end = (
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-    )
-    rank_of, later = np.empty(most, np.int64), np.empty(most, np.int64)
-    after = np.empty(most, np.int64)  # the next part on the same rank
+    columns = np.empty((6, most), np.int64)
+    unit_of, start, end, rank_of = columns[0], columns[1], columns[2], columns[3]
+    later, after = columns[4], columns[5]  # parts it is sent to, the next part on the same rank
     first = np.empty(ranks, np.int64)
     used, sent, received = np.empty(ranks, np.int64), np.empty(ranks), np.empty(ranks)
     work, load, held = np.empty(ranks), np.empty(ranks), np.empty((ranks, limits))
@@ -197,31 +195,7 @@ def share_wave(
                 return parts
             level = level * 1.03 if level < 2 * cost[u] else np.inf  # by the capacity alone
 
-    def others(level: float) -> float:
-        """The mean load of the ranks that no peeled part has; infinite if there are none."""
-        left, free = cost.sum(), ranks
-        for u in range(n):
-            if size[u] <= capacity and cost[u] <= level * _LEVEL:
-                break
-            parts = split(u, level, free)
-            if parts > 0:
-                free -= parts
-                head = cuts[parts - 1]
-                left += price(0, head) + per_moved * head * parts - cost[u]
-        return left / free if free > 0 else np.inf
-
-    # The level at which ranks of peeled parts and all others have the same load.
-    level, best, chosen = cost.sum() / ranks, np.inf, np.empty((0, 4), np.int64)
-    above = level
-    while others(above) > above:
-        above *= 1.1
-    for _ in range(12 if above > level else 0):
-        middle = (level + above) / 2
-        if others(middle) > middle:
-            level = middle
-        else:
-            above = middle
-    level = above
+    level, best, chosen = cost.sum() / ranks, np.inf, np.empty((4, 0), np.int64)
     for _ in range(3):
         count[0] = 0
         parts_of[:] = 1
@@ -332,10 +306,12 @@ def share_wave(
             level *= 1.05
             continue
         # Level: from the most to the least loaded rank.
+        slowest = np.inf
         for _ in range(3):
             mean = load.sum() / ranks
-            if load.max() <= mean * _LEVEL:
+            if load.max() <= mean * _LEVEL or load.max() >= slowest:
                 break
+            slowest = load.max()
             order = np.argsort(-load)
             heavy, light, steps = 0, ranks - 1, 0
             while heavy < light and steps < 4 * ranks and count[0] < most:
@@ -416,26 +392,25 @@ def share_wave(
                 if not done:
                     heavy += 1
         slowest = load.max()
+        gains = slowest < best / _CLOSE
         if slowest < best:
             best = slowest
-            chosen = np.empty((count[0], 4), np.int64)
-            for at in range(count[0]):
-                chosen[at, 0], chosen[at, 1] = unit_of[at], start[at]
-                chosen[at, 2], chosen[at, 3] = end[at], rank_of[at]
+            chosen = columns[:4, : count[0]].copy()
         mean = load.sum() / ranks
-        if slowest <= mean * 1.0005 or (mean <= level * 1.0002 and slowest > best):
+        if slowest <= mean * _CLOSE or not gains:
             break
         level = mean
     return best, chosen
 
 
 _EVEN = 1.002  # times over the ideal from which nothing is shared
-_WAVES = 4  # waves that share, at most
+_WAVES = 6  # waves that share, at most
 _FILLS = (0.6, 0.7, 0.78, 0.85, 0.9, 0.95, 0.98, 0.99)  # of the waves that do not
 _TIGHT = 0.8  # of the slots of a wave that shares: more are hard to divide evenly
 _SHORT = 0.1  # of the work of a wave that shares is that of the shortest units
 _UNEVEN = 0.005  # of its dearest unit is about what a wave that does not share waits
 _SCORED, _PLANNED = 16, 2  # candidates
+_POOR = 1.02  # times over the estimate of others from which these are scored as well
 _MORE = 6  # numbers of waves that are tried where a step has to share
 
 
@@ -453,7 +428,7 @@ class _Candidate(NamedTuple):
     waves: int
     units: int
     last: int
-    ends: tuple[int, ...]
+    ends: list[int]
 
 
 class _Sharing:
@@ -489,61 +464,87 @@ class _Sharing:
         )
         self.ideal = float(self.rest_work[-1]) / self.ranks
 
-    def candidates(self, fewest: int) -> list[_Candidate]:
-        """The candidates with `fewest` waves or one more, the most promising first."""
-        per_wave, n, plain = self.capacity * self.ranks, len(self.units), self.prefixes is None
-        counts = set()
-        least = max(divided_up(int(self.slots[self.must]), per_wave), 1)
-        for waves in (fewest, fewest + 1):
-            for shared in range(least, min(least + _WAVES - 1, waves) + 1):
-                # Short units even out a wave that shares without further parts.
-                few = _SHORT * self.work[-1] * shared / waves
-                lasts = {n, int(np.searchsorted(self.work, self.work[-1] - few))}
-                for last, fill in product(lasts if shared < waves and plain else {n}, _FILLS):
-                    rest = self.rest_slots[last] - int(fill * per_wave * (waves - shared))
-                    count = max(int(np.searchsorted(self.rest_slots, rest)), self.must, 1)
-                    used = self.slots[count] + self.slots[-1] - self.slots[last]
-                    if count <= last and used <= per_wave * shared:
-                        counts.add((shared, waves, count, last))
-        return sorted(self.candidate(*each) for each in counts)
+    def candidates(self, fewest: int) -> Iterator[_Candidate]:
+        """Candidates with `fewest` waves or one more, the most promising first: by time if all
+        waves that share exchange, and by time if some of them need no exchange, in turn.
 
-    def candidate(self, shared: int, waves: int, count: int, last: int) -> _Candidate:
-        """One candidate: the ideal, what exchanges and micro-batches cost, and waiting."""
-        cost, per_wave = self.recipe.cost, self.capacity * self.ranks
+        Time is the ideal, what exchanges and micro-batches cost, and waiting.
+        """
+        cost, ranks, slots, work = self.recipe.cost, self.ranks, self.slots, self.work
+        per_wave = self.capacity * ranks
+        least = max(divided_up(int(slots[self.must]), per_wave), 1)
+        # Short units even out a wave that shares without further parts.
+        tails = (0.0, _SHORT) if self.prefixes is None else (0.0,)
+        grid = product((fewest, fewest + 1), range(least, least + _WAVES), tails, _FILLS)
+        columns = np.array([*grid])
+        # Each is [candidate], as what follows.
+        waves, shared, tail, fill = columns[columns[:, 1] <= columns[:, 0]].T
+        last = np.searchsorted(work, work[-1] * (1 - tail * (shared < waves) * shared / waves))
+        room = np.floor(fill * per_wave * (waves - shared))
+        count = np.searchsorted(self.rest_slots, self.rest_slots[last] - room)
+        count = count.clip(max(self.must, 1))
+        used = slots[count] + slots[-1] - slots[last]
+        fits = (count <= last) & (used <= per_wave * shared)
+        columns = np.stack([shared, waves, count, last])[:, fits].astype(np.int64)
+        shared, waves, count, last = np.unique(columns, axis=1)
         # Full waves with a long unit on every rank, then equally many slots in each.
-        large = int((self.units.size[:count] > self.capacity // 2).sum())
-        full = min(large // self.ranks, shared - 1)
-        first, end = self.slots[self.ranks * full], self.slots[count]
-        parts = np.arange(1, shared - full + 1) / (shared - full)
-        ends = np.searchsorted(self.slots, first + (end - first) * parts)
+        large = offsets_of((self.units.size > self.capacity // 2).astype(np.int64))
+        full = np.minimum(large[count] // ranks, shared - 1)
+        first, rest = slots[ranks * full], waves - shared
+        used = slots[count] - first + slots[-1] - slots[last]
+        wave = np.arange(shared.max(initial=0) + 1)  # [candidate, wave] below
+        part = (wave - full[:, np.newaxis]).clip(0) / (shared - full)[:, np.newaxis]
+        slots_shared = first[:, np.newaxis] + (slots[count] - first)[:, np.newaxis] * part
+        ends = np.searchsorted(slots, slots_shared).clip(max=count[:, np.newaxis])
+        ends = np.where(wave < full[:, np.newaxis], ranks * wave, ends)
+        # Waves that short units make even without dividing others.
+        short = (work[-1] - work[last]) / shared
+        level = (np.diff(work[ends]) + short[:, np.newaxis]) / ranks
+        dearest = np.append(self.units.cost, 0.0)
+        whole = (wave[:-1] < shared[:, np.newaxis]) & (dearest[ends[:, :-1]] <= level * _LEVEL)
+        even = whole.sum(axis=1) * (count < last)
         # Waves with few slots to spare cannot be even, nor can large units of the rest.
-        fill = (end - first + self.slots[-1] - self.slots[last]) / (shared - full) / per_wave
-        waits = max(0.0, fill - _TIGHT) * self.ideal / waves
-        waits += self.waiting(count, waves - shared)
-        if count < last:
-            waits += _UNEVEN * float(self.units.cost[count]) * (waves - shared)
-        rest = (self.rest_work[last] - self.rest_work[count]) / self.ranks + waits
-        rest += (waves - shared) * cost.per_micro_batch
-        work = (self.work[count] + self.work[-1] - self.work[last]) / self.ranks
-        time = rest + work + shared * (cost.exchange + cost.per_micro_batch)
-        whole = (self.ranks * (wave + 1) for wave in range(full))
-        return _Candidate(time, rest, shared, waves, count, last, (*whole, *ends.tolist()))
+        waits = self.waiting(count, rest)
+        waits += np.where(count < last, _UNEVEN * dearest[count] * rest, 0)
+        alone = (self.rest_work[last] - self.rest_work[count]) / ranks + waits
+        alone += rest * cost.per_micro_batch
+        time = alone + work[count] / ranks + short * shared / ranks
+        time += shared * (cost.exchange + cost.per_micro_batch)
+        tight = np.maximum(used / (shared - full) / per_wave - _TIGHT, 0)
+        time += tight * self.ideal / waves
+        lucky = time - even * cost.exchange / 2  # about half of them do
+        orders = (np.argsort(each, kind="stable").tolist() for each in (time, lucky))
+        for k in dict.fromkeys(chain.from_iterable(zip(*orders, strict=True))):
+            yield _Candidate(
+                time=float(lucky[k]),
+                rest=float(alone[k]),
+                shared=int(shared[k]),
+                waves=int(waves[k]),
+                units=int(count[k]),
+                last=int(last[k]),
+                ends=ends[k, 1 : shared[k] + 1].tolist(),
+            )
 
-    def waiting(self, count: int, waves: int) -> float:
-        """A lower bound on what ranks wait in `waves` waves with the units from `count` on.
+    def waiting(self, count: IntArray, waves: IntArray) -> FloatArray:
+        """Lower bounds on what ranks wait in so many waves with the units from `count` on.
 
         The k waves with the dearest units hold at most their slots, so that they do at most the
         work of the dearest tokens, and a unit that these slots cannot hold is in another wave.
         """
-        cost, slots, work = self.units.cost, self.rest_slots, self.rest_work
-        if waves == 0 or count == len(cost):
-            return 0.0
+        cost, slots, work = np.append(self.units.cost, 0.0), self.rest_slots, self.rest_work
+        n = len(self.units)
         if self.recipe.sync_every == "step":
-            return max(0.0, float(cost[count] - (work[-1] - work[count]) / self.ranks))
-        ends = slots[count] + np.arange(min(waves, 8)) * (self.capacity * self.ranks)
-        first = np.searchsorted(slots, ends[ends < slots[-1]], "right") - 1
-        done = np.append(work[first[1:] + 1], work[-1]) - work[count]
-        return max(0.0, float((np.cumsum(cost[first]) - done / self.ranks).max()))
+            waits = np.where(waves > 0, cost[count] - (work[-1] - work[count]) / self.ranks, 0.0)
+            return np.maximum(waits, 0.0)
+        wave = np.arange(min(int(waves.max(initial=0)), 8) + 1)  # [candidate, wave] below
+        ends = slots[count][:, np.newaxis] + wave * (self.capacity * self.ranks)
+        first = np.searchsorted(slots, ends, "right") - 1
+        first[:, -1] = n
+        first = np.where(wave < waves[:, np.newaxis], first, n)
+        done = work[np.minimum(first[:, 1:] + 1, n)] - work[count][:, np.newaxis]
+        waits = np.cumsum(cost[first[:, :-1]], axis=1) - done / self.ranks
+        bounds: FloatArray = waits.max(axis=1, initial=0.0)
+        return bounds
 
     def share(self, candidate: _Candidate) -> tuple[float, list[IntArray]]:
         """(the time of the waves that share, their parts)."""
@@ -567,9 +568,9 @@ class _Sharing:
                 cost.per_segment,
                 cost.moved,
             )
-            exchange = cost.exchange if (parts[:, 1] > 0).any() else 0.0
+            exchange = cost.exchange if parts[1].any() else 0.0
             time += slowest + exchange + cost.per_micro_batch
-            parts[:, 0] = each[parts[:, 0]]
+            parts[0] = each[parts[0]]
             waves.append(parts)
         return time, waves
 
@@ -592,7 +593,7 @@ class _Sharing:
         """The step whose first waves share, with the rest after them."""
         columns = []
         for wave, parts in enumerate(shared):
-            unit, start, end, rank = parts.T
+            unit, start, end, rank = parts
             segment = self.order[unit]
             length = np.minimum(end, self.segments.length[segment]) - start
             parent = np.where(start > 0, ELSEWHERE, -1)
@@ -613,9 +614,11 @@ class _Sharing:
         best: DecidedStep | None = None
         scored, least = [], time
         # Score candidates by their waves that share and by what the others take at least.
-        for candidate in self.candidates(fewest)[:_SCORED]:
-            if candidate.time >= least:
+        for number, candidate in enumerate(self.candidates(fewest)):
+            if number >= _SCORED and least < candidate.time * _POOR:
                 break
+            if candidate.time * _CLOSE >= least:
+                continue
             shared_time, waves = self.share(candidate)
             score = candidate.rest + shared_time
             if score < time:
@@ -623,7 +626,7 @@ class _Sharing:
             least = min(least, score)
         # Plan the others of the best.
         for score, candidate, shared_time, waves in sorted(scored, key=itemgetter(0))[:_PLANNED]:
-            if score >= time:
+            if score * _CLOSE >= time:
                 break
             try:
                 rest = self.rest(candidate, candidate.waves - candidate.shared)
@@ -636,7 +639,7 @@ class _Sharing:
 
     def one_by_one(self) -> DecidedStep:
         """A wave for each unit that no rank holds alone, and the others after them."""
-        count, ends = self.must, tuple(range(1, self.must + 1))
+        count, ends = self.must, [*range(1, self.must + 1)]
         candidate = _Candidate(0.0, 0.0, count, 0, count, len(self.units), ends)
         rest = self.rest(candidate, None)
         time, parts = self.share(candidate)

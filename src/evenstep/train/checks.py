@@ -291,12 +291,18 @@ def compare_plans(step: Any, collective: Collective, always: bool = False) -> bo
 
 def context_step(step: Any, collective: Collective) -> Any:
     """The step, or this rank's parts of its samples if its context-parallel ranks are among the
-    ranks of the collective."""
+    ranks of the collective. A feed is returned as it is, or raises like a step without a plan."""
+    cp, ranks = getattr(step, "context_ranks", 1), getattr(step, "ranks", 1)
+    if cp == 1 or collective.size == ranks or collective.size % (ranks * cp):
+        return step
     plan = getattr(step, "plan", None)
-    if plan is None or (cp := plan.recipe.topology.cp) == 1:
-        return step
-    if collective.size != plan.num_ranks * cp:
-        return step
+    if plan is None or collective.size != ranks * cp:
+        raise ConfigError(
+            f"topology.cp={cp} divides samples between ranks by a plan for all {collective.size} "
+            f"ranks of the collective, which this step or feed does not have, so that every sample "
+            f"would run {cp} times. Use the whole steps of a PlannedStream with topology.dp="
+            f"{collective.size // cp}, or pass Runner(shard=...)."
+        )
     if step.batches is not None:
         raise ConfigError(
             f"topology.cp={cp} divides samples between ranks before they are collated, but this "

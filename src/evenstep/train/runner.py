@@ -306,6 +306,7 @@ class Runner:
                 "micro-batch. Leave it out."
             )
         lock_step = needed if lock_step is None else lock_step
+        feed = feed if self.shard else checks.context_step(feed, self.collective)
         budget = feed.budget if isinstance(feed, Feed) else None
         return StepRun(self, feed, None, number=number, budget=budget, lock_step=lock_step).run()
 

@@ -122,7 +122,9 @@ def compute_log_probs(
         options={"temperature": temperature, "wanted": wanted},
     )
     if isinstance(samples, Step):
-        step = samples if collective is None else context_step(samples, collective)
+        step = samples
+        if collective is not None and samples.plan is not None:
+            step = context_step(samples, collective)
         digests, plan = exchange_digests(step), step.plan
         may_share = bool(digests) or (plan is not None and plan.recipe.sharing is not None)
         useless = collective is not None and not may_share and step is samples
