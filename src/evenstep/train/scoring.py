@@ -291,6 +291,7 @@ class _Scorer:
             torch.clear_autocast_cache()  # casts of weights before the last update
             try:
                 scores = [self._scores(batch) for batch in prepared]
+                self.heads.check()
             except Exception as error:
                 explained = token_ids.explain(error)
                 if explained is not None:
@@ -405,6 +406,7 @@ def evaluate(
                 parts = [
                     _evaluate_batch(runner, heads, step_loss, numbers, each) for each in batches
                 ]
+            heads.check()
             bundles = [Bundle.merge([*bundles, *parts])]
     torch.clear_autocast_cache()  # casts without a gradient
     if not bundles:
