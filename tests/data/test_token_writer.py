@@ -75,7 +75,7 @@ def test_the_umask_decides_who_may_read_a_file(tmp_path: Path) -> None:
     [
         ([], "has no tokens"),
         ([70_000], "has 70000 in 'input_ids', out of range for uint16"),
-        ([1, -1], "has -1 in 'input_ids', out of range for uint16"),
+        ([1, -1], "has -1 in 'input_ids', but token ids begin at 0"),
         ([0.5], "has 'input_ids' of dtype float64"),
         ([[1]], r"has 'input_ids' of dtype int64 and shape \(1, 1\)"),
         ("text", "has 'input_ids' of dtype <U4"),

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from evenstep import Packed, Padded, Recipe, Topology, make_plan
+from evenstep import Packed, Padded, PlannedStream, Recipe, Topology, make_plan
+from evenstep.data import InMemory
 from evenstep.errors import ConfigError
 from evenstep.tensors import Head, PerSequence, cross_entropy, load_balancing, policy_gradient
 from evenstep.testing import run_ranks
@@ -306,6 +307,75 @@ def test_what_is_changed_after_the_first_step_is_read_off_again(change: str) -> 
         gradients.append(gradient_of(model))
         assert distance(before, gradients[-1]) > 1e-3
     assert distance(gradients[1], gradients[0]) < 1e-12
+
+
+class After(nn.Module):  # type: ignore[misc]
+    """A module behind the last layer, with frozen weights, buffers and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=F64), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros((), dtype=F64), requires_grad=False)
+        self.register_buffer("cap", torch.tensor(torch.inf, dtype=F64))
+        self.by_token: Tensor | None = None
+        self.parts, self.only_positive = {"scale": [1.0]}, False
+
+    def forward(self, logits: Tensor) -> Tensor:
+        logits = logits * self.weight * self.parts["scale"][0] + self.bias
+        if torch.isfinite(self.cap):
+            logits = torch.tanh(logits / self.cap) * self.cap
+        if self.by_token is not None:
+            logits = logits + self.by_token
+        return logits.relu() if self.only_positive else logits
+
+
+CHANGES_OF_A_PART: dict[str, Callable[[Any], object]] = {
+    "a weight": lambda after: after.weight.fill_(1.01),
+    "a bias": lambda after: after.bias.fill_(0.01),
+    "a cap": lambda after: after.cap.fill_(50.0),
+    "a bias of each token": lambda after: setattr(after, "by_token", torch.ones(VOCABULARY)),
+    "a value of a list": lambda after: after.parts.update(scale=[0.9]),
+    "a switch": lambda after: setattr(after, "only_positive", True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_A_PART)
+def test_a_change_of_a_module_behind_the_last_layer_is_refused(change: str) -> None:
+    model = Model(After())
+    runner = Runner(model=model, loss=cross_entropy(head="model"))
+    runner.run(batches_of())
+    before = gradient_of(model)
+    CHANGES_OF_A_PART[change](model.after)
+    with pytest.raises(ConfigError, match="what Model does with its logits has changed since"):
+        runner.run(batches_of())
+    assert distance(gradient_of(model), before) == 0.0
+    if change in ("a weight", "a value of a list"):  # a scale
+        model.zero_grad()
+        runner.run(batches_of())
+        changed = gradient_of(model)
+        model.zero_grad()
+        run_step(batches_of(), model, cross_entropy())
+        assert distance(changed, gradient_of(model)) < 1e-12
+
+
+@pytest.mark.parametrize("use", ["evaluate", "log_probs"])
+def test_forwards_alone_refuse_a_change_behind_the_last_layer(use: str) -> None:
+    after: Any = After()
+    model, recipe = Model(after), Recipe(layout=Packed(max_tokens=16))
+    samples = [{"input_ids": torch.tensor([1, 2, 3, 4])}, {"input_ids": torch.tensor([5, 1])}]
+    runner = Runner(model=model, loss=cross_entropy(head="model"))
+
+    def run() -> None:
+        if use == "evaluate":
+            runner.evaluate(PlannedStream(InMemory(samples), recipe, shuffle=False))
+        else:
+            compute_log_probs(model, samples, recipe, head="model", forward=Model.__call__)
+
+    run()
+    after.weight.fill_(0.5)
+    with pytest.raises(ConfigError, match="what Model does with its logits has changed since"):
+        run()
+    run()
 
 
 def test_the_formula_is_read_off_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -159,6 +160,35 @@ def test_reference_log_probs_are_computed_once(tmp_path: Path) -> None:
         == 0
     )
     assert len(logged(tmp_path / "whole")) == 4
+
+
+PAIRS_THAT_DO_NOT_FIT = {
+    "error": r"sample 6 has 69 .*Raise layout.max_tokens, or set overflow to truncate\.$",
+    "alone": r"pair 3 has 2 segments .*or shorten or remove the chats of the pair\.$",
+    "truncate": r"pair 3 has 2 segments .*or shorten or remove the chats of the pair\.$",
+    "drop": r"pair 3 has a chat of 69 tokens, .*set overflow to truncate, or remove the pair\.$",
+    "split": r"pair 3 has a chat of 69 tokens, .*set overflow to truncate, or remove the pair\.$",
+}
+
+
+@pytest.mark.parametrize("overflow", PAIRS_THAT_DO_NOT_FIT)
+@pytest.mark.parametrize("dry", [False, True])
+def test_the_advice_for_pairs_that_do_not_fit_keeps_them_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overflow: str, dry: bool
+) -> None:
+    write_chats(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    rows[3]["chosen"] = "word " * 20
+    write_rows(tmp_path / "pairs.jsonl", rows)
+    sets = ["trainer.job=dpo", "data.format=pairs", f"data.paths={tmp_path / 'pairs.jsonl'}"]
+    sets += [f"overflow={overflow}", "layout.max_tokens=60"]
+    command = [*run_file(tmp_path, *sets), "--steps", "4", *(["--dry-run"] if dry else [])]
+
+    assert main(command) == 2
+
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(PAIRS_THAT_DO_NOT_FIT[overflow], said), said
+    assert not (tmp_path / "run" / "data.reference.npy").exists() or overflow != "drop"
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -139,6 +139,7 @@ def statuses(files: Iterable[Path]) -> list[tuple[Path, os.stat_result]]:
 # Chats --------------------------------------------------------------------------------------------
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 _MARK = "{% generation %}"
 
@@ -151,6 +152,8 @@ class ChatEncoder:
     marks what the assistant generates, these tokens count in the loss. Otherwise those that an
     assistant's message adds to the text before it do. Without a tokenizer, tokens are bytes and
     each message is `<role>\\n`, its content and `</role>\\n`.
+
+    `tools`, the functions that the assistant may call, are passed to the chat template.
 
     >>> chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     >>> sample = ChatEncoder().encode(chat)
@@ -174,23 +177,31 @@ class ChatEncoder:
         template: str | None = self.template or getattr(self.tokenizer, "chat_template", None)
         return template
 
-    def encode(self, messages: Messages, masked: bool = True) -> dict[str, NDArray[Any]]:
+    def encode(
+        self, messages: Messages, masked: bool = True, tools: Tools | None = None
+    ) -> dict[str, NDArray[Any]]:
         """The sample of one chat. Unless it is `masked`, the template is applied only once."""
         chat: object = messages
         if not (isinstance(chat, Sequence) and chat and all(map(_is_message, chat))):
             raise InputError(
                 "a chat must be a list of messages, each with a role and a content that is text."
             )
+        if tools and "tools" not in str(self._template):
+            raise InputError(
+                "a chat has tools, but no chat template that reads them. Set data.tokenizer or "
+                "data.template to one that does, or remove the tools."
+            )
         if self.tokenizer is None:
             return _as_bytes(messages)
+        given = {"tools": tools} if tools else {}
         if not masked:
-            return {"input_ids": np.asarray(self._apply(messages)["input_ids"], np.int64)}
+            return {"input_ids": np.asarray(self._apply(messages, **given)["input_ids"], np.int64)}
         if _MARK in str(self._template):
-            encoded = self._apply(messages, return_assistant_tokens_mask=True)
+            encoded = self._apply(messages, return_assistant_tokens_mask=True, **given)
             mask = encoded.get("assistant_masks", encoded.get("assistant_tokens_mask"))
         else:
-            encoded = self._apply(messages)
-            mask = self._added(messages, encoded["input_ids"])
+            encoded = self._apply(messages, **given)
+            mask = self._added(messages, encoded["input_ids"], **given)
         return {
             "input_ids": np.asarray(encoded["input_ids"], np.int64),
             "loss_mask": np.asarray(mask, np.uint8),
@@ -202,14 +213,15 @@ class ChatEncoder:
         )
         return encoded
 
-    def _added(self, messages: Messages, whole: Sequence[int]) -> NDArray[np.uint8]:
+    def _added(self, messages: Messages, whole: Sequence[int], **options: Any) -> NDArray[np.uint8]:
         """1 for the tokens that each message of the assistant adds."""
         mask = np.zeros(len(whole), np.uint8)
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._apply(messages[:number], add_generation_prompt=True)["input_ids"]
-            after = self._apply(messages[: number + 1])["input_ids"]
+            prompt, answered = messages[:number], messages[: number + 1]
+            before = self._apply(prompt, add_generation_prompt=True, **options)["input_ids"]
+            after = self._apply(answered, **options)["input_ids"]
             whole_so_far = list(whole[: len(after)])
             if list(after[: len(before)]) != list(before) or whole_so_far != list(after):
                 raise InputError(
@@ -243,7 +255,36 @@ def encode_row(encoder: ChatEncoder, field: str, masked: bool, row: Any) -> dict
     """The sample of a row with the messages of a chat in `field`; see `ChatEncoder.encode`."""
     if not isinstance(row, Mapping) or field not in row:
         raise InputError(f"a chat must have a field {field!r} with its messages. Set data.field.")
-    return encoder.encode(row[field], masked)
+    return encoder.encode(row[field], masked, _tools_of(row))
+
+
+def _tools_of(row: Mapping[str, Any]) -> Tools | None:
+    """The tools of a row: a list, or a list as JSON, since columns need one schema for all rows."""
+    tools = row.get("tools")
+    with suppress(ValueError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    if tools is not None and not (isinstance(tools, list) and all(map(_is_tool, tools))):
+        raise InputError("'tools' of a chat must be a list of JSON schemas, or JSON of one.")
+    return tools
+
+
+def _is_tool(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def encode_columns(transform: Callable[[Any], Any], row: Any) -> Any:
+    """`transform` of a row of columns, whose tools have the keys of all rows: without null ones."""
+    if isinstance(row, Mapping) and isinstance(row.get("tools"), list):
+        row = {**row, "tools": _without_nulls(row["tools"])}
+    return transform(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return value
 
 
 # Pairs --------------------------------------------------------------------------------------------
@@ -263,13 +304,21 @@ def encode_pair(encoder: ChatEncoder, masked: bool, row: Any) -> list[dict[str, 
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
-    samples = [encoder.encode(chat, masked) for chat in (chosen, rejected)]
+    tools = _tools_of(row)
+    samples = [encoder.encode(chat, masked, tools) for chat in (chosen, rejected)]
     if not all(len(sample["input_ids"]) for sample in samples):  # left out, it would part others
         raise InputError("the chosen or the rejected chat has no tokens. Remove the pair.")
     if masked and any(message["role"] == "assistant" for message in chosen[:shared]):
-        before = len(encoder.encode(chosen[:shared], masked=False)["input_ids"])
+        before = len(encoder.encode(chosen[:shared], masked=False, tools=tools)["input_ids"])
         for sample in samples:
             sample["loss_mask"][:before] = 0
+    for name, sample in zip(("chosen", "rejected"), samples, strict=True):
+        if masked and not sample["loss_mask"].any():
+            raise InputError(
+                f"no token of the {name} chat counts in the loss: after the messages that both "
+                f"chats begin with, the assistant says nothing in it. Add an answer, or remove the "
+                f"pair."
+            )
     return samples
 
 
@@ -683,7 +732,10 @@ class Corpus:
                             f"it to every row or to none."
                         )
                     if length := len(sample["input_ids"]):
-                        writer.append({**sample, "source": np.full(length, number)})
+                        try:
+                            writer.append({**sample, "source": np.full(length, number)})
+                        except InputError as error:  # its number among those that are stored
+                            raise InputError(f"data.paths: sample {item}: {error}") from None
                         without_loss.add(sample)
                     else:
                         empty += 1
@@ -705,7 +757,10 @@ class Corpus:
             transform: partial[Any] = partial(encode_pair, encoder, masked)
             if kind == "chat":
                 transform = partial(encode_row, encoder, self.field or "messages", masked)
-            return ROWS.get(format_of(files[:1]), Jsonl)(files, transform=transform)
+            stored = format_of(files[:1])
+            if stored in COLUMNS:
+                transform = partial(encode_columns, transform)
+            return ROWS.get(stored, Jsonl)(files, transform=transform)
         rows = ROWS[kind](files, field=self.field, tokenizer=tokenizer)
         return rows if masked else rows.counting()
 
@@ -748,6 +803,8 @@ class Corpus:
             for file, status in statuses([*files, *named])
         ]
         options = {**asdict(self), "paths": list(self.paths)}
+        if self.format in ("chat", "pairs"):
+            options["tools"] = True  # which older token files lack
         if not isinstance(self.validation, float):
             options.pop("validation")  # has no effect on what is stored
         digest = digest_of(json.dumps(seen)).hex()

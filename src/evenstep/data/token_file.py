@@ -400,6 +400,9 @@ class TokenFileWriter:
         if array.ndim != 1 or array.dtype.kind not in ("biuf" if dtype.kind == "f" else "biu"):
             fault = f"has {name!r} of dtype {array.dtype} and shape {array.shape}"
             raise self._refused(fault, f"Expected one number per token, stored as {dtype}.")
+        if name == TOKENS and array.min() < 0:
+            fault = f"has {array.min()} in {name!r}, but token ids begin at 0"
+            raise self._refused(fault, "Correct the sample.")
         if dtype.kind != "f":
             low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
             for value in (int(array.min()), int(array.max())):

@@ -8,14 +8,17 @@ and gathered weights (DDP, fully_shard) are those of any forward of the model.
 
 What the model does with logits after that layer (a scale, a soft cap) is read off once: a small
 forward in which the layer returns known numbers. A model that does anything else keeps its logits.
+The blanks are known numbers too, so that a step whose model has changed since then is refused.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
@@ -71,6 +74,8 @@ class ModelHead:
     layer: nn.Module
     head: Head | None
     """None if only its inputs are wanted."""
+    unlike: list[Tensor] = field(default_factory=list)
+    """Of each forward, on its device: whether the model did something else with the blanks."""
 
     @classmethod
     def of(cls, model: Any, forward: Forward) -> ModelHead | str | None:
@@ -112,6 +117,8 @@ class ModelHead:
                 return _forward(self.layer, hidden)
             answers.append((hidden, list(compute(hidden, self.head))))
             blank = hidden.new_zeros((*hidden.shape[:-1], 1))
+            if self.head is not None:
+                blank = _known_numbers(hidden.device, blank.shape)
             blanks: Tensor = _Behind.apply(blank, False, *answers[-1][1])
             return blanks
 
@@ -126,6 +133,8 @@ class ModelHead:
             )
         ((hidden, results),) = answers
         blanks = select_output(outputs, "logits", batch.rows, batch.width)
+        if self.head is not None:
+            self.unlike.append(_unlike(hidden.shape[:-1], blanks.detach(), self.head))
         if blanks.requires_grad:
             results = [_Behind.apply(each, True, blanks) for each in results]
         return Answer(outputs, hidden, results)
@@ -207,6 +216,22 @@ class Heads:
         totals = dict(zip(losses, answer.results, strict=True))
         losses = {name: replace(sums, loss=totals[name]) for name, sums in losses.items()}
         return answer.hidden if len(losses) == len(functions) else answer.outputs, losses
+
+    def check(self) -> None:
+        """Raise if the model did something else with logits than was read off. Waits for the
+        forwards so far."""
+        head = self._found
+        if head is None or not head.unlike:
+            return
+        unlike, head.unlike[:] = bool(torch.stack(head.unlike).any()), []
+        if unlike:
+            _ANSWERS[head.layer].pop(self._forward, None)  # the next step reads it off again
+            raise ConfigError(
+                f"what {type(unwrapped(self._model)).__name__} does with its logits has changed "
+                f"since its last layer was read off, so the loss of this step would be wrong. Run "
+                f"the step again; if it changes often, pass a forward of your own, whose logits "
+                f"are used as they are."
+            )
 
     def _find(self) -> ModelHead | None:
         if self._found is not None:
@@ -323,6 +348,34 @@ def _fit(before: Tensor, after: Tensor) -> tuple[float, float | None] | None:
         if torch.allclose(after, expected, rtol=64 * precision, atol=0.0):
             return scale, soft_cap
     return None
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    """Numbers of both signs; a cap changes the large ones, which are powers of two, so that every
+    dtype holds them."""
+    table = [(-1.0) ** at * 2.0 ** (6 * at - 4) for at in range(5)]
+    return torch.tensor(table, dtype=torch.float64, device=device)
+
+
+def _known_numbers(device: torch.device, shape: Sequence[int]) -> Tensor:
+    """Those of the table, in turn."""
+    table, count = _table(device), math.prod(shape)
+    return table.repeat(-(-count // len(table)))[:count].view(*shape)
+
+
+def _unlike(slots: Sequence[int], after: Tensor, head: Head) -> Tensor:
+    """Whether a model made something else of the known numbers of slots than the head says; on its
+    device."""
+    known = _known_numbers(after.device, (*slots, 1))
+    if after.shape != known.shape:
+        return torch.ones((), dtype=torch.bool, device=after.device)
+    exact, expected = head.scale == 1.0 and head.soft_cap is None, known * head.scale
+    if head.soft_cap is not None:
+        expected = torch.tanh(expected / head.soft_cap) * head.soft_cap
+    expected = expected.to(after.dtype)
+    near = 0.0 if exact else 64 * torch.finfo(after.dtype).eps
+    return ~torch.isclose(after, expected, rtol=near, atol=0.0).all()
 
 
 def _forward(layer: nn.Module, hidden: Tensor) -> Tensor:

@@ -485,6 +485,7 @@ class StepRun:
                 # The last micro-batch was not known in advance: an empty one exchanges gradients.
                 self._run_micro_batch(self._prepare(self._empty()), last=True)
             self.busy = self.compute.busy()
+            self.heads.check()  # which waits for nothing: the device has ended the step
             self.counts = counts_of(self.ran, self.runner.cost)
             bundle, numbers = self._finish()
             timings = result.Timings(

@@ -144,6 +144,7 @@ def compute_log_probs(
         if step.batches is None:
             check_sharing(scorer, step, plan, collective or Alone())
         results = scorer.run(items, collective, scorer.scores)
+        scorer.heads.check()
         if step is samples and not digests:
             restored = restore_ragged(step, results, shifted=True)
             return list(restored.values.split(torch.diff(restored.offsets).tolist()))
@@ -241,7 +242,9 @@ def _score_planned(
         text = f"{plan.lengths.tolist()} {exchange_digests([*mine.values()])}"
         check_fingerprints(digest_of(text, size=8).hex(), ranks)
     check_sharing(scorer, items, plan, ranks)
-    return _of_all_ranks(plan, mine, scorer.run(items, ranks, scorer.scores), ranks)
+    scores = scorer.run(items, ranks, scorer.scores)
+    scorer.heads.check()
+    return _of_all_ranks(plan, mine, scores, ranks)
 
 
 def _of_all_ranks(
@@ -406,6 +409,7 @@ def evaluate(
         counted += [Groups(step, split=False)] if by_group else []
         items = step if step.batches is None else step.batches
         parts = passes.run(items, runner.collective, compute, check)
+        heads.check()
         bundles = [Bundle.merge([*bundles, *parts])]
     if not bundles:
         raise InputError("there is no step to evaluate. Pass a stream with at least one sample.")
