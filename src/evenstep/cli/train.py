@@ -65,10 +65,8 @@ def train(
     job = job_of(settings, str(config), settings.recipe.topology.dp if dry_run else None)
     if dry_run:
         from evenstep.cli.dry_run import preview
-        from evenstep.trainer.samples import in_words_of_pairs
 
-        with in_words_of_pairs(job):
-            figures = preview(job)
+        figures = preview(job)
         with terminal.printing():
             if json:
                 output.print_json(figures)

@@ -52,6 +52,13 @@ def run_faults(settings: Settings) -> list[str]:
         f"data.format is pairs, which {trainer.job} does not train on. Set trainer.job to dpo.": (
             pairs and trainer.job != "dpo"
         ),
+        f"overflow={recipe.overflow!r} would part the chats of a pair that does not fit. Set "
+        "overflow to error or truncate.": trainer.job == "dpo"
+        and recipe.overflow not in ("error", "truncate"),
+        f"groups is {recipe.groups!r}, but dpo keeps the chats of a pair in one micro-batch. "
+        "Remove it; where a pair does not fit, raise layout.max_tokens or shorten its chats.": (
+            trainer.job == "dpo" and recipe.groups != "micro_batch"
+        ),
         "trainer.evaluate_every has no effect without held-out data. Set data.validation, or "
         "remove it.": trainer.evaluate_every is not None
         and (data is None or data.validation is None),

@@ -37,14 +37,7 @@ from evenstep.trainer.job import Job, job_of
 from evenstep.trainer.logs import Log, writers
 from evenstep.trainer.model import adamw, build, cost_of, forward_for, peak_flops, wrapped
 from evenstep.trainer.ranks import Ranks, joined, reserved
-from evenstep.trainer.samples import (
-    Samples,
-    fitted,
-    in_words_of_pairs,
-    recipe_for,
-    stored_samples,
-    with_references,
-)
+from evenstep.trainer.samples import Samples, fitted, recipe_for, stored_samples, with_references
 
 _WATCH_S = 300.0  # without a sign of life, a rank counts as failed
 
@@ -114,14 +107,13 @@ def train(settings: Settings) -> Outcome:
 def prepare_and_run(job: Job, ranks: Ranks, request: StopRequest) -> Outcome:
     """Everything that needs the model."""
     changed = changed_settings(job.folder, job.settings)
-    with in_words_of_pairs(job):
-        state = prepare(job, ranks)
-        remember(job, ranks, state, changed)
-        try:
-            with Watch(timeout=_WATCH_S) if ranks.world.size > 1 else nullcontext():
-                return run(job, ranks, state, request)
-        finally:
-            state.checkpoints.wait()
+    state = prepare(job, ranks)
+    remember(job, ranks, state, changed)
+    try:
+        with Watch(timeout=_WATCH_S) if ranks.world.size > 1 else nullcontext():
+            return run(job, ranks, state, request)
+    finally:
+        state.checkpoints.wait()
 
 
 # Before the first step ----------------------------------------------------------------------------

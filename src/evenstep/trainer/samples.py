@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -24,7 +21,6 @@ from evenstep.data.corpus import statuses
 from evenstep.data.planned import PlannedStream
 from evenstep.data.source import LOSS_MASKS, digest_of
 from evenstep.data.token_file import TokenFile
-from evenstep.errors import EvenstepError, PlanError
 from evenstep.tensors.batch import Batch, Extra
 from evenstep.tensors.collate import Collator
 from evenstep.train.framework import Forward
@@ -66,23 +62,9 @@ class Samples:
     def stream(self, recipe: Recipe, world: World, **options: Any) -> PlannedStream:
         """The steps of a rank; a pair stays in one micro-batch."""
         if self.pairs:
-            self.check_whole(recipe)
             recipe = replace(recipe, groups="micro_batch")
             options["groups"] = np.arange(len(self.file)) // 2
         return PlannedStream(self.file, recipe, world=world, **options)
-
-    def check_whole(self, recipe: Recipe) -> None:
-        """Raise if the recipe would split a chat of a pair, or drop it without the other one."""
-        if recipe.longest_segment is None or recipe.overflow not in ("split", "drop"):
-            return
-        lengths = self.file.lengths_of(np.arange(len(self.file)))
-        if lengths.max() > recipe.longest_segment:
-            raise PlanError(
-                f"pair {lengths.argmax() // 2} has a chat of {lengths.max()} tokens, but a "
-                f"micro-batch holds {recipe.longest_segment}, and overflow={recipe.overflow!r} "
-                f"leaves no whole pair. Raise layout.max_tokens, set overflow to truncate, or "
-                f"remove the pair."
-            )
 
     def steps(self, job: Job, recipe: Recipe, world: World) -> PlannedStream:
         """The steps of the whole run."""
@@ -98,24 +80,6 @@ class Samples:
     def sources(self) -> IntArray:
         """The number of the source of each held-out sample."""
         return np.array([self.file[i]["source"][0] for i in range(len(self.file))], np.int64)
-
-
-@contextmanager
-def in_words_of_pairs(job: Job) -> Iterator[None]:
-    """Errors about plans of pairs advise only what keeps both chats whole and together."""
-    try:
-        yield
-    except EvenstepError as error:
-        if job.settings.trainer.job != "dpo":
-            raise
-        said = re.sub(r"^group (?=\d)", "pair ", str(error))
-        said = re.sub(r"set overflow to [a-z ]+", "set overflow to truncate", said)
-        said = said.replace("Set groups='step', or leave", "Leave")
-        said = said.replace("set groups='step' or topology", "set topology")
-        said = said.replace("set groups='step'", "shorten or remove the chats of the pair")
-        if said == str(error):
-            raise
-        raise PlanError(said) from None
 
 
 def stored_samples(job: Job, ranks: Ranks) -> tuple[Samples, Samples | None]:
@@ -169,7 +133,6 @@ def with_references(
 ) -> Samples:
     """Pairs with the log-probs of the model as it is now, which are computed once and kept beside
     the samples."""
-    samples.check_whole(recipe)
     path = job.folder / f"{samples.name}.reference.npy"
     key = _reference_key(samples, job)
     values: FloatArray | None = None
