@@ -287,31 +287,14 @@ class _Pieces(Problem):
 
 def _search(leaves: _Leaves, recipe: Recipe, wanted: int | None) -> DecidedStep | None:
     """The fastest step of trees that was found; None if none fits."""
-    capacity, caps, ranks = int(leaves.caps[0]), leaves.caps, recipe.topology.dp
+    caps, ranks = leaves.caps, recipe.topology.dp
     _, nodes, leaf = leaves.nodes(np.zeros_like(leaves.forks))
     adds = leaves.adds(nodes, leaf)
     # The tree in which each unit begins: a group may have leaves of several.
     begins = (np.cumsum(leaves.forks == 0) - 1)[np.unique(leaves.unit, return_index=True)[1]]
     tree = by_first_appearance(begins)[0]
     piece = _pieces(leaves, tree, adds, leaf, wanted)
-    sums = leaves.sums(piece[leaves.unit])
-    # Limits that packs which hold the budget, or a segment alone, may exceed.
-    binds = (adds / adds[:, :1]).max(axis=0) * max(capacity, adds[:, 0].max()) > caps
-    binds[:2] = False
-    one, size = np.ones(len(sums), np.int64), sums[:, 0].astype(np.int64)
-    limits = tuple(np.array(leaves.names)[binds].tolist())
-    packed = Units(
-        one[:0],
-        size,
-        sums[:, 1].copy(),
-        np.zeros(len(sums)),
-        one,
-        size,
-        sums[:, binds].copy(),
-        caps[binds],
-        limits,
-    )
-    problem = _Pieces(recipe, packed, size, capacity)
+    problem = _problem(leaves, piece, adds)
     try:
         address, waves = search_packs(problem, wanted)
     except PlanError:
@@ -348,6 +331,29 @@ def _search(leaves: _Leaves, recipe: Recipe, wanted: int | None) -> DecidedStep 
     if (over.any(axis=1) & (np.bincount(pack) > 1)).any():
         return None  # a group may fit only if samples of other steps make a node worth its segment
     return _lay(leaves, pack, waves)
+
+
+def _problem(leaves: _Leaves, piece: IntArray, adds: FloatArray) -> _Pieces:
+    """Pieces as units to pack, with the limits that may bind."""
+    capacity, caps = int(leaves.caps[0]), leaves.caps
+    sums = leaves.sums(piece[leaves.unit])
+    # Limits that packs which hold the budget, or a segment alone, may exceed.
+    binds = (adds / adds[:, :1]).max(axis=0) * max(capacity, adds[:, 0].max()) > caps
+    binds[:2] = False
+    one, size = np.ones(len(sums), np.int64), sums[:, 0].astype(np.int64)
+    limits = tuple(np.array(leaves.names)[binds].tolist())
+    packed = Units(
+        one[:0],
+        size,
+        sums[:, 1].copy(),
+        np.zeros(len(sums)),
+        one,
+        size,
+        sums[:, binds].copy(),
+        caps[binds],
+        limits,
+    )
+    return _Pieces(leaves.recipe, packed, size, capacity)
 
 
 def _pieces(
