@@ -100,6 +100,25 @@ def test_tools_in_columns_have_no_keys_of_other_rows(tmp_path: Path) -> None:
         assert stored[number]["input_ids"].tolist() == expected
 
 
+def test_other_options_of_a_row_reach_the_chat_template(tmp_path: Path) -> None:
+    template = "{% if thinking %}<think>{% endif %}" + UNMARKED
+    tokenizer = tokenizer_of(tmp_path, template)
+    rows = [
+        {"messages": [USER, YES], "chat_template_kwargs": {"thinking": True}},
+        {"messages": [USER, YES], "chat_template_kwargs": {"thinking": False}},
+        {"messages": [USER, YES]},
+        {"messages": [USER, YES], "chat_template_kwargs": {"effort": 1}},
+    ]
+    folder = str(tmp_path / "tokenizer")
+    corpus = Corpus(paths=rows_file(tmp_path, *rows[:3]), format="chat", tokenizer=folder)
+    stored = corpus.stored(tmp_path / "chats.tokens")
+    said_by = ["".join(tokenizer.convert_ids_to_tokens(stored[n]["input_ids"])) for n in range(3)]
+    assert [each.startswith("<think>") for each in said_by] == [True, False, False]
+    corpus = Corpus(paths=rows_file(tmp_path, *rows), format="chat", tokenizer=folder)
+    with pytest.raises(InputError, match="line 4: a chat has 'effort', but no chat template"):
+        corpus.stored(tmp_path / "chats.tokens")
+
+
 def test_both_chats_of_a_pair_have_its_tools(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, UNMARKED)
     begin = [USER, YES, USER]
@@ -116,8 +135,8 @@ def test_both_chats_of_a_pair_have_its_tools(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "tools", "fault"),
     [
-        (None, [CLOCK], "line 2: a chat has tools, but no chat template that reads them"),
-        ("{{ messages }}", [CLOCK], "line 2: a chat has tools, but no chat template that reads"),
+        (None, [CLOCK], "line 2: a chat has 'tools', but no chat template that reads"),
+        ("{{ messages }}", [CLOCK], "line 2: a chat has 'tools', but no chat template that reads"),
         (MARKED, "clock", "line 2: 'tools' of a chat must be a list of JSON schemas"),
         (MARKED, CLOCK, "line 2: 'tools' of a chat must be a list of JSON schemas"),
         (MARKED, ["clock"], "line 2: 'tools' of a chat must be a list of JSON schemas"),

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from evenstep import Packed, PlannedStream, Recipe, Steps, make_plan
 from evenstep.data import ChatEncoder, Corpus, InMemory, MeasuredMapped, TokenFileWriter
-from evenstep.errors import InputError
+from evenstep.errors import ConfigError, InputError
 from evenstep.integrations.accelerate import accelerate_loader
 from evenstep.integrations.trainer import EvenstepMixin
 from evenstep.tensors import Collator
@@ -191,6 +191,18 @@ def test_masks_of_zeros_stop_accelerate() -> None:
     loader = accelerate_loader(accelerator, PlannedStream(InMemory(samples), single), model=model)
     with pytest.raises(InputError, match="no token of this step counts in the loss"):
         list(loader)
+
+
+def test_accumulation_that_changes_after_the_loader_was_made_is_refused() -> None:
+    accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=2), tiny_model()
+    recipe = Recipe(layout=Packed(max_tokens=64), steps=Steps(micro_batches=2))
+    stream = PlannedStream(InMemory(random_samples("loss_mask")), recipe)
+    batches = iter(accelerate_loader(accelerator, stream, model=model))
+    next(batches)
+    next(batches)
+    accelerator.gradient_accumulation_steps = 4
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps is 4, but was 2 when"):
+        next(batches)
 
 
 def test_a_corpus_of_chats_without_answers_is_refused(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ from evenstep.train import (
     SequenceMean,
     TokenMean,
     Watch,
+    compile_layers,
     compute_log_probs,
 )
 from tests.forests import VOCABULARY, forest
@@ -684,7 +685,10 @@ def run_shared(rank: int, size: int, how: str, seed: int, trees: bool) -> Any:
     plan, _, samples = plan_on_processes(how, size, seed, trees)
     batches = [COLLATE(micro, samples) for micro in plan[0, rank]]
     graph = decoder()
-    model, _ = wrapped(graph, how.replace("aot", "").replace("planned", ""), size)
+    if "layers" in how:
+        compile_layers(graph, backend="aot_eager")
+    kind = how.replace("aot", "").replace("planned", "").replace("layers", "")
+    model, _ = wrapped(graph, kind, size)
     if "aot" in how:
         model = torch.compile(model, backend="aot_eager", fullgraph=True)
     runner = Runner(model=model, loss=cross_entropy(), collective=Distributed())
@@ -713,6 +717,8 @@ HOWS = [
     "ddp checkpoint",
     "fsdp checkpoint",
     "plain aot",
+    "ddp layers",
+    "fsdp layers planned",
     "plain planned",
     "ddp planned",
     "fsdp planned",

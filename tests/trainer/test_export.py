@@ -413,6 +413,31 @@ def test_adapters_of_random_weights_are_not_exported_alone(tmp_path: Path) -> No
     export_model(tmp_path / "run", tmp_path / "model")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of peft, which leaves the weights tied
+@pytest.mark.parametrize("targets", ["lm_head", "embed_tokens", "q_proj"])
+def test_adapters_of_tied_weights_are_merged_into_their_own_layer(
+    tmp_path: Path, targets: str
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    write_chats(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path / "start")
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    sets = ["model.lora.rank=4", f"model.lora.targets=[{targets}]", "optimizer.lr=0.05"]
+    sets += [f"model.path={tmp_path / 'base'}", "stream.max_num_steps=3"]
+    assert main(run_file(tmp_path, *sets)) == 0
+    export_model(tmp_path / "run", tmp_path / "merged")
+    export_model(tmp_path / "run", tmp_path / "adapters", adapters=True)
+
+    ids = torch.arange(3, 20)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        expected = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters")(ids).logits
+        assert torch.allclose(merged(ids).logits, expected, atol=1e-4)
+    assert merged.config.tie_word_embeddings == (targets == "q_proj")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_adapters_of_two_ranks_are_exported_by_one(tmp_path: Path, parallel: str) -> None:

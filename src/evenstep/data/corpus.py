@@ -139,7 +139,6 @@ def statuses(files: Iterable[Path]) -> list[tuple[Path, os.stat_result]]:
 # Chats --------------------------------------------------------------------------------------------
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
-Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 _MARK = "{% generation %}"
 
@@ -153,7 +152,8 @@ class ChatEncoder:
     assistant's message adds to the text before it do. Without a tokenizer, tokens are bytes and
     each message is `<role>\\n`, its content and `</role>\\n`.
 
-    `tools`, the functions that the assistant may call, are passed to the chat template.
+    `tools`, the functions that the assistant may call, and other options of `encode` are passed to
+    the chat template.
 
     >>> chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     >>> sample = ChatEncoder().encode(chat)
@@ -178,7 +178,7 @@ class ChatEncoder:
         return template
 
     def encode(
-        self, messages: Messages, masked: bool = True, tools: Tools | None = None
+        self, messages: Messages, masked: bool = True, **options: Any
     ) -> dict[str, NDArray[Any]]:
         """The sample of one chat. Unless it is `masked`, the template is applied only once."""
         chat: object = messages
@@ -186,14 +186,16 @@ class ChatEncoder:
             raise InputError(
                 "a chat must be a list of messages, each with a role and a content that is text."
             )
-        if tools and "tools" not in str(self._template):
-            raise InputError(
-                "a chat has tools, but no chat template that reads them. Set data.tokenizer or "
-                "data.template to one that does, or remove the tools."
-            )
+        # Some templates write about tools if there are none, as in TRL.
+        given = {name: each for name, each in options.items() if name != "tools" or each}
+        for name in given:
+            if name not in str(self._template):
+                raise InputError(
+                    f"a chat has {name!r}, but no chat template that reads it. Set data.tokenizer "
+                    f"or data.template to one that does, or remove it from the row."
+                )
         if self.tokenizer is None:
             return _as_bytes(messages)
-        given = {"tools": tools} if tools else {}
         if not masked:
             return {"input_ids": np.asarray(self._apply(messages, **given)["input_ids"], np.int64)}
         if _MARK in str(self._template):
@@ -255,28 +257,32 @@ def encode_row(encoder: ChatEncoder, field: str, masked: bool, row: Any) -> dict
     """The sample of a row with the messages of a chat in `field`; see `ChatEncoder.encode`."""
     if not isinstance(row, Mapping) or field not in row:
         raise InputError(f"a chat must have a field {field!r} with its messages. Set data.field.")
-    return encoder.encode(row[field], masked, _tools_of(row))
+    return encoder.encode(row[field], masked, **_options_of(row))
 
 
-def _tools_of(row: Mapping[str, Any]) -> Tools | None:
-    """The tools of a row: a list, or a list as JSON, since columns need one schema for all rows."""
+def _options_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row has for the chat template: tools, a list or a list as JSON, since columns need one
+    schema for all rows, and others by name."""
     tools = row.get("tools")
     with suppress(ValueError):
         tools = json.loads(tools) if isinstance(tools, str) else tools
     if tools is not None and not (isinstance(tools, list) and all(map(_is_tool, tools))):
         raise InputError("'tools' of a chat must be a list of JSON schemas, or JSON of one.")
-    return tools
+    others = row.get("chat_template_kwargs")
+    if not isinstance(others, Mapping | None):
+        raise InputError("'chat_template_kwargs' of a chat must be values by name.")
+    return {"tools": tools, **(others or {})}
 
 
 def _is_tool(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def encode_columns(transform: Callable[[Any], Any], row: Any) -> Any:
-    """`transform` of a row of columns, whose tools have the keys of all rows: without null ones."""
-    if isinstance(row, Mapping) and isinstance(row.get("tools"), list):
-        row = {**row, "tools": _without_nulls(row["tools"])}
-    return transform(row)
+def encode_columns(transform: Callable[[Any], Any], row: Mapping[str, Any]) -> Any:
+    """`transform` of a row of columns, whose tools and other options have the keys of all rows:
+    without null ones."""
+    names = {"tools", "chat_template_kwargs"} & row.keys()
+    return transform({**row, **{name: _without_nulls(row[name]) for name in names}})
 
 
 def _without_nulls(value: Any) -> Any:
@@ -304,12 +310,12 @@ def encode_pair(encoder: ChatEncoder, masked: bool, row: Any) -> list[dict[str, 
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
-    tools = _tools_of(row)
-    samples = [encoder.encode(chat, masked, tools) for chat in (chosen, rejected)]
+    options = _options_of(row)
+    samples = [encoder.encode(chat, masked, **options) for chat in (chosen, rejected)]
     if not all(len(sample["input_ids"]) for sample in samples):  # left out, it would part others
         raise InputError("the chosen or the rejected chat has no tokens. Remove the pair.")
     if masked and any(message["role"] == "assistant" for message in chosen[:shared]):
-        before = len(encoder.encode(chosen[:shared], masked=False, tools=tools)["input_ids"])
+        before = len(encoder.encode(chosen[:shared], False, **options)["input_ids"])
         for sample in samples:
             sample["loss_mask"][:before] = 0
     for name, sample in zip(("chosen", "rejected"), samples, strict=True):

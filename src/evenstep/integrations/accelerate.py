@@ -205,6 +205,7 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
             step.append(inputs)
             if state is None:
                 continue
+            self._check_accumulation()
             labels = self._labels(step, predicted)
             ended = bool(self.end_of_dataloader)
             for number, each in enumerate(step, 1):
@@ -215,6 +216,15 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
                 torch.clear_autocast_cache()  # casts of weights before the last update
                 yield {**each, "num_items_in_batch": labels}
             step, predicted = [], 0
+
+    def _check_accumulation(self) -> None:
+        """Raise if accelerate would make an optimizer step elsewhere than at the end of a step."""
+        planned, now = self.step_sampler.per_step, self.accelerator.gradient_accumulation_steps
+        if now != planned:
+            raise ConfigError(
+                f"gradient_accumulation_steps is {now}, but was {planned} when the loader was made "
+                f"and its steps were planned. Save loader.state_dict(), and make another loader."
+            )
 
     def _labels(self, step: list[dict[str, Any]], predicted: int) -> Tensor:
         """What a sum over labels is divided by. accelerate divides the loss by the micro-batches of
