@@ -172,3 +172,21 @@ def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str] 
     except ValueError as error:  # a layer that cannot have an adapter
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"model.lora does not fit the model ({reason}).") from None
+
+
+def merge_adapters(model: Any) -> Any:
+    """The model that an adapted one was made of, with the adapters in its weights."""
+    _untie(model.get_base_model())
+    return model.merge_and_unload()
+
+
+def _untie(model: Any) -> None:
+    """Give the last layer a weight of its own, if it shares that of the embeddings and one of both
+    has an adapter, which the other would get too when it is merged."""
+    layers = [model.get_output_embeddings(), model.get_input_embeddings()]
+    head, embeddings = (getattr(layer, "base_layer", layer) for layer in layers)
+    adapted = head is not layers[0] or embeddings is not layers[1]
+    if head is not None and adapted and head.weight is embeddings.weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False

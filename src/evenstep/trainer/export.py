@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from evenstep.config.runs import stored_model
 from evenstep.data.manifest import DamagedError
 from evenstep.errors import ConfigError, FileError
+from evenstep.integrations.pretrained import merge_adapters
 from evenstep.trainer.checkpoints import complete, loading, read_place, stored, verify
 from evenstep.trainer.model import build
 
@@ -61,10 +62,8 @@ def export_model(
         model = build(options, 0)
     _load(path, names, model)
     model.eval()
-    if options.lora is not None and not adapters:
-        _untie(model.get_base_model())
-        model = model.merge_and_unload()
-    model = model if adapters else model.to(dtype)
+    if not adapters:
+        model = (model if options.lora is None else merge_adapters(model)).to(dtype)
     out = out.resolve()  # behind a link
     beside = out.with_name(f".{out.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
@@ -80,18 +79,6 @@ def export_model(
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return path
-
-
-def _untie(model: Any) -> None:
-    """Give the last layer a weight of its own, if it shares that of the embeddings and one of both
-    has an adapter, which the other would get too when it is merged."""
-    layers = [model.get_output_embeddings(), model.get_input_embeddings()]
-    head, embeddings = (getattr(layer, "base_layer", layer) for layer in layers)
-    adapted = head is not layers[0] or embeddings is not layers[1]
-    if head is not None and adapted and head.weight is embeddings.weight:
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False
 
 
 def _checkpoint_of(run: Path, name: str | None) -> Path:
