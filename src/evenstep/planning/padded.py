@@ -109,15 +109,19 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     recipe, saving = problem.recipe, problem.recipe.saving
     if not len(problem.units):
         return np.empty(0, np.int64), wanted or recipe.topology.multiple
-    divider = _Divider(problem)
+    divider = _Divider(problem, layout)
     fewest = max(wanted or 0, divider.fewest)
     if recipe.balance != "refined":
         return divider.by_balance(fewest), fewest
     tried = [divider.at(fewest)]
     if wanted is None and not layout.static:
-        # Trainers fix the most micro-batches of a step: without a price, few more than needed.
-        few = len(problem.units) <= (FEW if recipe.cost.per_micro_batch > 0 else TINY)
-        for count in more_counts(fewest, recipe, 4 if few else 2):
+        # Trainers fix the most micro-batches of a step: without a price, few more than needed, or
+        # than the greedy cut has.
+        few = len(problem.units) <= FEW and recipe.cost.per_micro_batch > 0
+        counts = {*more_counts(fewest, recipe, 4 if few else 2)}
+        if len(problem.units) <= TINY:
+            counts |= {*more_counts(divider.greedy_waves, recipe)}
+        for count in sorted(count for count in counts if count > fewest):
             best = tried[first_worth([each.time for each in tried], saving)]
             if divider.floor(count) < best.time * (1 - saving):
                 tried.append(divider.at(count))
@@ -125,7 +129,7 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
     tried = [divider.exchanged(each) if each.time < least * _WORTH else each for each in tried]
     best = tried[first_worth([each.time for each in tried], saving)]
     if wanted is None:
-        best = divider.no_slower_than_greedy(best, layout)
+        best = divider.no_slower_than_greedy(best)
     best = without_empty(problem, best)
     return best.address, best.waves
 
@@ -133,10 +137,13 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
 class _Divider:
     """Divides the sorted units of one step between the micro-batches of all ranks."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, layout: Padded) -> None:
         self.problem, self.rows, self.ranks = problem, rows_of(problem), problem.ranks
+        multiple = problem.recipe.topology.multiple
         fewest = divided_up(fewest_cuts(self.rows.starts), self.ranks)
-        self.fewest = rounded_up(fewest, problem.recipe.topology.multiple)
+        self.fewest = rounded_up(fewest, multiple)
+        self.greedy = shared_cuts(problem.units, layout, problem.recipe)
+        self.greedy_waves = rounded_up(len(self.greedy.ends), multiple)
         self._cheapest: dict[int, IntArray] = {}
 
     def cheapest(self, count: int) -> IntArray:
@@ -181,14 +188,12 @@ class _Divider:
         assert best is not None
         return best
 
-    def no_slower_than_greedy(self, best: Packing, layout: Padded) -> Packing:
+    def no_slower_than_greedy(self, best: Packing) -> Packing:
         """`best`, or the best division with the waves of the greedy cut if that is faster."""
-        recipe = self.problem.recipe
-        shared = shared_cuts(self.problem.units, layout, recipe)
-        waves = rounded_up(len(shared.ends), recipe.topology.multiple)
-        if waves > (recipe.steps.micro_batches or waves):
+        waves = self.greedy_waves
+        if waves > (self.problem.recipe.steps.micro_batches or waves):
             return best
-        greedy = faster(self.problem, best, shared.address(waves), waves)
+        greedy = faster(self.problem, best, self.greedy.address(waves), waves)
         if greedy is None or greedy is best:
             return best
         cut = self.exchanged(self.at(waves)) if waves >= self.fewest else greedy

@@ -279,6 +279,12 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
         if at == 0 or not problem.is_within(least, tried[at].waves, 1.0):
             tried[at] = search.thorough(tried[at])
     best = tried[first_worth([each.time for each in tried], saving)]
+    filled_waves = np.bincount(best.address // problem.per_wave, minlength=best.waves) > 0
+    waves = rounded_up(max(int(filled_waves.sum()), 1), problem.recipe.topology.multiple)
+    if search.joint and wanted is None and waves < best.waves:  # leave out waves without units
+        wave = (np.cumsum(filled_waves) - 1)[best.address // problem.per_wave]
+        address = wave * problem.per_wave + best.address % problem.per_wave
+        best = faster(problem, best, address, waves) or best
     if search.joint:
         best = without_empty(problem, best)
     apart = problem.kinds_matter or problem.recipe.equal_sizes
