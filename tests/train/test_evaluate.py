@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -257,12 +258,13 @@ def test_ranks_that_share_batches_count_each_group_once() -> None:
     samples = [{**sample, "group": at // 2} for at, sample in enumerate(SAMPLES[:6])]
     recipe = Recipe(layout=Packed(max_tokens=400), groups="micro_batch", topology=Topology(cp=2))
     stream = PlannedStream(samples, recipe, groups=groups, shuffle=False)
+    model = decoder()  # not in threads, which share torch's random numbers
 
     def evaluate(ranks: Any) -> float:
         context = Context(ranks.rank, 2)
         divided: dict[str, Any] = {"shard": context.shard, "forward": context.forward}
         runner = Runner(
-            model=decoder(),
+            model=copy.deepcopy(model),
             loss=cross_entropy(),
             normalization=GroupMean(),
             collate=Collator(extras=extras),
