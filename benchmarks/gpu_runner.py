@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,10 @@ from evenstep.errors import InputError
 from evenstep.report import fit_cost
 from evenstep.tensors import Collator, cross_entropy
 from evenstep.train import Runner, compile_layers, find_budget
+from evenstep.train.budget import CudaMemory, Probe, _tokens, expand_segments
 from evenstep.train.framework import call as call_model
 from evenstep.train.model_head import ModelHead
+from evenstep.train.result import ComputeTime
 
 ROOT = Path(__file__).resolve().parents[1]
 BIG = {"hidden": 2048, "layers": 16, "heads": 16, "kv_heads": 8, "ffn": 8192, "vocab": 32_000}
@@ -180,20 +181,20 @@ def waiting_is_an_error() -> Iterator[None]:
     if DEVICE != "cuda":
         yield
         return
-    runner_module: Any = import_module("evenstep.train.runner")
-    kept = runner_module.counts_of
+    compute_time: Any = ComputeTime
+    kept = compute_time.busy
 
-    def counts_of(*arguments: Any) -> Any:
+    def busy(*arguments: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
         return kept(*arguments)
 
-    runner_module.counts_of = counts_of  # where the numbers of a step begin to be read
+    compute_time.busy = busy  # where the numbers of a step begin to be read
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        runner_module.counts_of = kept
+        compute_time.busy = kept
 
 
 def llama() -> Any:
@@ -381,7 +382,7 @@ def budgets() -> Section:
             "Ten trials for each model, each with other lengths and another share of the memory. "
             "The optimizer has no states when a trial or a check begins. Checks: four steps of two "
             "micro-batches of that many slots; three planned steps of about three micro-batches. "
-            "Bisection uses the first check."
+            "Bisection, in the first and the last trial of a model, uses the first check."
         ],
         tables=[table],
         targets=targets,
@@ -408,8 +409,6 @@ def in_memory(run: Callable[[], Any], optimizer: Any) -> bool:
 
 def fits(runner: Runner, optimizer: Any, lengths: Any, slots: int) -> bool:
     """Whether four steps of two micro-batches of so many slots run."""
-    from evenstep.train.budget import CudaMemory, Probe, _tokens
-
     order = np.sort(lengths)[::-1]
 
     def run() -> None:
@@ -514,6 +513,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for results (default: benchmarks/results)")
     options = parser.parse_args(arguments)
     QUICK, DEVICE = options.quick, options.device
+    if DEVICE == "cuda":
+        expand_segments()  # as the trainer does
     if options.out is None and not options.quick:
         options.out = ROOT / "benchmarks" / "results"
     console = Console(width=None if sys.stdout.isatty() else 140)

@@ -227,6 +227,7 @@ if TYPE_CHECKING:
     from evenstep.train import model_head
     from evenstep.train import prefetch as prefetch_module
     from evenstep.train import runner as runner_module
+    from evenstep.train.budget import CudaMemory, expand_segments
     from evenstep.train.collectives import Bundle
     from evenstep.train.compiling import layers_of
     from evenstep.train.framework import Framework, call, device_of, forward_of

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +22,7 @@ from evenstep.tensors import Collator, Extra, cross_entropy, policy_gradient
 from evenstep.testing import run_ranks
 from evenstep.train import Alone, Collective, Runner, find_budget
 from tests.examples import examples
-from tests.internals import Framework
+from tests.internals import CudaMemory, Framework
 
 SHAPE = DecoderShape(vocab=8, hidden=8, layers=1, heads=2, kv_heads=1, ffn=8)
 
@@ -257,3 +260,31 @@ def test_what_cannot_be_measured_is_refused(
     device = Device(3.5e6)
     with pytest.raises(error, match=message):
         call(*parts(device), device)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "fragments"),
+    [([], False), ([{}, {"is_expandable": False}], True), ([{}, {"is_expandable": True}], False)],
+    ids=["none", "fixed", "expandable"],
+)
+def test_memory_fragments_in_pieces_that_cannot_grow(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[dict[str, bool]], fragments: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pieces)
+    assert CudaMemory(torch.device("cuda")).fragments() is fragments
+
+
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_pieces_grow_unless_the_environment_says_how(name: str | None) -> None:
+    """Settings of the allocator last as long as a process."""
+    code = (
+        "import torch; from tests.internals import expand_segments\n"
+        "calls = []; torch._C._accelerator_setAllocatorSettings = calls.append\n"
+        "expand_segments(); print(calls)"
+    )
+    clean = {key: text for key, text in os.environ.items() if "ALLOC_CONF" not in key}
+    environment = clean | ({} if name is None else {name: "backend:native"})
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ("['expandable_segments:True']" if name is None else "[]")

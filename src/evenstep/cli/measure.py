@@ -29,12 +29,15 @@ def measure(
 
     from evenstep.tensors import cross_entropy
     from evenstep.train import Distributed, Runner, find_budget
+    from evenstep.train.budget import expand_segments
     from evenstep.train.compiling import layers_of
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--measure needs a GPU, but torch finds none. Leave it out.")
     if torch.distributed.is_initialized():
         raise ConfigError("--measure runs on one GPU. Start evenstep without torchrun.")
+    if device == "cuda":
+        expand_segments()
     store = torch.distributed.HashStore()
     backend = "nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -29,6 +31,8 @@ _TRIES = 6  # steps at the limit, each smaller than the one before
 _LINES = 2  # the first one bends where logits begin to be divided into chunks
 _CLIMBS = 16  # steps below the limit, each larger than the one before
 _STEPS = 3  # of each size: the later ones find memory in the pieces that the first one leaves
+_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
 
 
 class MemoryMeter(Protocol):
@@ -72,6 +76,22 @@ class CudaMemory:
         torch.cuda.synchronize(self.device)
         return float(torch.cuda.max_memory_allocated(self.device))
 
+    def fragments(self) -> bool:
+        """Whether torch reserves memory in pieces that cannot grow."""
+        pieces = torch.cuda.memory_snapshot()
+        return bool(pieces) and not any(each.get("is_expandable") for each in pieces)
+
+
+def expand_segments() -> None:
+    """Let torch reserve GPU memory in pieces that grow, unless the environment says how.
+
+    Micro-batches of a plan differ in width. In pieces that cannot grow, what one leaves often holds
+    nothing of the next. Has an effect before the first tensor is on a GPU.
+    """
+    if not any(name in os.environ for name in _CONF):
+        newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (newer or torch.cuda.memory._set_allocator_settings)(_EXPANDABLE)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredBudget:
@@ -113,7 +133,8 @@ def find_budget(
     the model, optimizer, gradients and random state of torch are as before, also after an error;
     copies are on the host meanwhile. All ranks must call it with the same arguments. Several ranks
     of fully_shard, which would hang if one ran out of memory, come near the limit from below in up
-    to 16 tries; the smallest must fit.
+    to 16 tries; the smallest must fit. Warns if torch reserves memory in pieces that cannot grow,
+    which takes more than the margin from planned steps.
 
     margin       the budget is smaller than the predicted limit by this share, for fragments of
                  memory; and no larger than a step that fitted
@@ -147,6 +168,13 @@ def find_budget(
         else:
             before, last = probe.near_limit(total, margin, first)
         limit = probe.limit(total, before, last)
+        if isinstance(meter, CudaMemory) and meter.fragments():
+            warnings.warn(
+                f"steps of this budget may run out of memory, because torch reserves memory in "
+                f"pieces that cannot grow. Set {_CONF[0]}={_EXPANDABLE} before the first tensor is "
+                f"on the GPU.",
+                stacklevel=2,
+            )
     fixed, per_slot = _line(before, last)
     most = min(last[0], int(limit * (1 - margin)))  # has run, and leaves the margin
     return MeasuredBudget(max_tokens=most, fixed=fixed, per_slot=per_slot, total=total)

@@ -15,6 +15,7 @@ import torch
 from evenstep.core.recipe import World
 from evenstep.data.manifest import lock_file
 from evenstep.errors import ConfigError, EvenstepError, FileError, RankError
+from evenstep.train.budget import expand_segments
 from evenstep.train.collectives import Alone, Collective, Distributed
 
 T = TypeVar("T")
@@ -104,6 +105,7 @@ def joined(device: str | None) -> Iterator[Ranks]:
     world = World.detect()
     chosen = device_of(device)
     if chosen.type == "cuda":
+        expand_segments()
         torch.cuda.set_device(chosen)
     ready = torch.distributed.is_initialized()  # by Ray
     if world.size == 1 and not (ready or torch.distributed.is_torchelastic_launched()):
