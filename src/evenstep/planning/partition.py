@@ -259,9 +259,7 @@ def swap_kernel(
         cursor[part_of[i]] += 1
         load[part_of[i]] += costs[i]
 
-    # The parts by load as they were some swaps ago; `touched` are those that swapped since.
-    lightest, changed = np.argsort(load), np.zeros(count, np.bool_)
-    touched, len_touched = np.empty(count, np.int64), np.zeros(1, np.int64)
+    lightest = np.argsort(load)  # the parts by load, as they were some swaps ago
 
     def settle(part: int, at: int) -> None:
         """Move the entry at `at` to its place in its part."""
@@ -279,11 +277,6 @@ def swap_kernel(
         given = held[i] - held[j]
         load[one] -= given
         load[other] += given
-        for part in (one, other):
-            if not changed[part]:
-                changed[part] = True
-                touched[len_touched[0]] = part
-                len_touched[0] += 1
         member[i], member[j] = member[j], member[i]
         held[i], held[j] = held[j], held[i]
         settle(one, i)
@@ -308,47 +301,15 @@ def swap_kernel(
                         best, x, y = reached, i, k
         return best, x, y
 
-    def heavier(one: int, other: int) -> bool:
-        """Whether a part is heavier than another (-1: none); of equals, the first is."""
-        if other < 0 or load[one] != load[other]:
-            return bool(other < 0 or load[one] > load[other])
-        return one < other
-
-    def heaviest() -> int:
-        """The heaviest part: one of those that changed, or the last of those that are sorted."""
-        heavy = -1
-        for part in touched[: len_touched[0]]:
-            heavy = part if heavier(part, heavy) else heavy
-        for part in lightest[::-1]:
-            if not changed[part]:
-                if heavy >= 0 and load[part] < load[heavy]:
-                    break
-                heavy = part if heavier(part, heavy) else heavy
-        return int(heavy)
-
-    def sort_again() -> None:
-        """Merge the parts whose load changed into the others, which are sorted still."""
-        part = touched[: len_touched[0]]
-        part = part[np.argsort(load[part], kind="mergesort")]
-        kept, left = lightest[~changed[lightest]], 0
-        for place in range(count):
-            at = place - left
-            if at == len(kept) or (left < len(part) and load[part[left]] < load[kept[at]]):
-                lightest[place] = part[left]
-                left += 1
-            else:
-                lightest[place] = kept[at]
-        changed[:], len_touched[0] = False, 0
-
     looks, state, age = _LOOKS * (count + _LOOKS), 1, 0
     while looks > 0:
-        heavy = heaviest()
+        heavy = np.argmax(load)
         most = load[heavy] * _LOWER
         if load[heavy] <= target:
             break
         age += 1
         if age > _FRESH:
-            sort_again()
+            lightest = lightest[np.argsort(load[lightest], kind="mergesort")]
             age = 0
         # The best swap with some of the lightest parts, or else with any other.
         best, light, x, y = most, -1, -1, -1
