@@ -203,10 +203,12 @@ class _Divider:
         """The addresses to compare."""
         rows, ranks, n, cheapest = self.rows, self.ranks, len(self.rows.price), self.cheapest(count)
         if ranks == 1:
-            yield self._by_rank(cheapest, np.zeros(len(cheapest), np.int64))
+            yield self.dealt(cheapest, count, "lpt", "step")
             return
         if self.problem.by_rank(count):
-            for ends, rank_of in rank_sum_cuts(rows, ranks, count, cheapest):
+            for balance in DEALS:
+                yield self.dealt(cheapest, count, balance, "step")
+            for ends, rank_of in lowered_cuts(rows, ranks, count, cheapest):
                 yield self._by_rank(ends, rank_of)
             return
         cuts = [cheapest]
@@ -669,20 +671,15 @@ def lower_levels(
     return ends
 
 
-def rank_sum_cuts(
+def lowered_cuts(
     units: Rows, ranks: int, waves: int, cheapest: IntArray
 ) -> Iterator[tuple[IntArray, IntArray]]:
-    """(ends of the blocks, rank of each block) of the cuts worth comparing.
-
-    The cheapest cut as every balance deals it, and the two most even ones after shifts and swaps.
-    """
+    """(ends of the blocks, rank of each) of the two most even cuts, after shifts and swaps."""
 
     def slowest(ends: IntArray) -> float:
         rank_of = deal_blocks(units, ends, ranks, waves, "lpt")
         return float(np.bincount(rank_of, block_costs(units, ends), ranks).max())
 
-    for balance in DEALS:
-        yield cheapest, deal_blocks(units, cheapest, ranks, waves, balance)
     cuts = sorted([cheapest, *_capped(units, ranks * waves, cheapest)], key=slowest)
     for ends in cuts[:2]:
         rank_of = deal_blocks(units, ends, ranks, waves)

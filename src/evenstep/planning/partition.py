@@ -16,10 +16,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from evenstep.core.bounds import crowd_bounds
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.text import MOST_RANKS, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning.kernels import kernel, rise, sink
+from evenstep.planning.kernels import kernel, sink
 
 Deal: TypeAlias = Callable[[FloatArray, int, bool], IntArray]
 
@@ -210,28 +211,17 @@ def differencing_kernel(costs: FloatArray, parts: int, layer: int) -> IntArray:
     return part_of
 
 
-@kernel
 def heaviest_bound(costs: FloatArray, parts: int, equal_sizes: bool) -> float:
-    """A lower bound on the heaviest part, for costs heaviest first.
+    """A lower bound on the heaviest part, for costs heaviest first: `crowd_bounds`.
 
-    The mean; and of the parts * j + 1 heaviest items, j + 1 share a part. With equal sizes, the
-    heaviest item shares its part with as many items as all parts have, at least the lightest.
-    Sums of integers are integers.
+    With equal sizes, the heaviest item shares its part with as many items as all parts have, at
+    least the lightest. Sums of integers are integers.
     """
-    n = costs.shape[0]
-    total = np.zeros(n + 1)
-    whole = True
-    for i in range(n):
-        total[i + 1] = total[i] + costs[i]
-        whole = whole and costs[i] == np.floor(costs[i])
-    bound = total[n] / parts
-    for shared in range((n - 1) // parts + 1):
-        last = parts * shared
-        bound = max(bound, total[last + 1] - total[last - shared])
-    if equal_sizes and n >= parts:
-        bound = max(bound, costs[0] + total[n] - total[n - n // parts + 1])
+    bound, each = float(crowd_bounds(costs[None], parts)[0]), len(costs) // parts
+    if equal_sizes and each:
+        bound = max(bound, float(costs[0] + costs[len(costs) - each + 1 :].sum()))
     bound *= 1 - 1e-12  # rounding errors of the sums
-    return float(np.ceil(bound)) if whole else float(bound)
+    return float(np.ceil(bound)) if (costs == np.floor(costs)).all() else bound
 
 
 @kernel
@@ -365,18 +355,11 @@ def deal_waves(costs: FloatArray, heaviest: IntArray) -> IntArray:
     waves, ranks = costs.shape
     pack = np.empty((waves, ranks), np.int64)  # the pack that each rank runs in each wave
     load = np.zeros(ranks)
-    lightest = np.empty(ranks, np.int64)  # a heap of the ranks, the least load first
     for w in range(waves):
-        for r in range(ranks):
-            lightest[r] = r
-            rise(lightest, r + 1, load, True)
+        lightest = np.argsort(load, kind="mergesort")
         for i in range(ranks):
-            left = ranks - 1 - i
-            r = lightest[0]
-            lightest[0] = lightest[left]
-            sink(lightest, left, load, 0, True)
-            pack[w, r] = heaviest[w, i]
-            load[r] += costs[w, heaviest[w, i]]
+            pack[w, lightest[i]] = heaviest[w, i]
+            load[lightest[i]] += costs[w, heaviest[w, i]]
     for _ in range(_SWAPS):
         heavy = np.argmax(load)
         best, best_w, best_r = load[heavy] * (1 - 1e-9), -1, -1
