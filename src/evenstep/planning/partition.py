@@ -293,7 +293,7 @@ def swap_kernel(
 
     looks, state, age = _LOOKS * (count + _LOOKS), 1, 0
     while looks > 0:
-        heavy = np.argmax(load)
+        heavy = int(np.argmax(load))
         most = load[heavy] * _LOWER
         if load[heavy] <= target:
             break
@@ -361,7 +361,7 @@ def deal_waves(costs: FloatArray, heaviest: IntArray) -> IntArray:
             pack[w, lightest[i]] = heaviest[w, i]
             load[lightest[i]] += costs[w, heaviest[w, i]]
     for _ in range(_SWAPS):
-        heavy = np.argmax(load)
+        heavy = int(np.argmax(load))
         best, best_w, best_r = load[heavy] * (1 - 1e-9), -1, -1
         for r in range(ranks):
             if (load[heavy] + load[r]) / 2 >= best:

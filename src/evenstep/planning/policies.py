@@ -33,7 +33,6 @@ from evenstep.planning.construct import (
 from evenstep.planning.kernels import kernel
 from evenstep.planning.partition import partition
 from evenstep.planning.units import Problem, Units
-from evenstep.planning.vector_packing import spread_units
 
 
 def in_order(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray, int]:
@@ -62,14 +61,12 @@ def packs_in_order(units: Units, recipe: Recipe) -> IntArray:
 def bins_dealt(problem: Problem, waves: int) -> IntArray:
     """A packer's bins, or those of best fit, dealt by the recipe's balance."""
     recipe, packs = problem.recipe, waves * problem.per_wave
-    packer = recipe.layout.packer or BEST_FIT
-    bins = fill_bins(problem.units, problem.capacity, packer, recipe.seed, packs)
-    return of_bins(problem, bins, waves)
+    return of_bins(problem, fill_bins(problem, recipe.layout.packer or BEST_FIT, packs), waves)
 
 
 def spread_out(problem: Problem, waves: int) -> IntArray:
     """Units spread over all packs within their limits, dealt by the recipe's balance."""
-    bins = spread_units(problem.units, problem.capacity, waves * problem.per_wave)
+    bins = problem.limited.spread(waves * problem.per_wave)
     return NONE if bins is None else of_bins(problem, bins, waves)
 
 

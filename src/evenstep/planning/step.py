@@ -56,7 +56,6 @@ from evenstep.planning.units import (
     more_counts,
     without_empty,
 )
-from evenstep.planning.vector_packing import spread_units
 
 Construction: TypeAlias = Callable[[Problem, int], IntArray]
 """(problem, waves) -> the address of each unit; empty if units do not fit that way."""
@@ -235,7 +234,8 @@ def count_needed(units: Units, recipe: Recipe, packs: int) -> int:
     def count(part: Units, most: int) -> int:
         if cut is not None:
             return count_cuts(part, cut, recipe)
-        return len(fill_bins(part, capacity, packer, recipe.seed, most)) if len(part) else 0
+        own = Problem(recipe, part, part.widest, capacity)
+        return len(fill_bins(own, packer, most)) if len(part) else 0
 
     if recipe.equal_sizes:
         parts = _parts(sized, ranks, "lpt")
@@ -326,13 +326,13 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
         enough = len(units) if sized is None else sized * per_wave
         too_few = waves - multiple
         # Under further limits, units that are spread may need far fewer packs than filled ones.
-        if not len(units.caps) or spread_units(units, capacity, waves * per_wave) is None:
-            bins = fill_bins(units, capacity, packer, recipe.seed, enough)
+        if not len(units.caps) or problem.limited.spread(waves * per_wave) is None:
+            bins = fill_bins(problem, packer, enough)
             waves = max(waves, rounded_up(len(bins), per_count) // per_wave)
         while len(units.caps) and waves - too_few > max(multiple, waves // SPARED):
             middle = too_few + rounded_up((waves - too_few) // 2, multiple)
             middle = middle if middle < waves else middle - multiple
-            fits = spread_units(units, capacity, middle * per_wave) is not None
+            fits = problem.limited.spread(middle * per_wave) is not None
             too_few, waves = (too_few, middle) if fits else (middle, waves)
     while not tried:
         yield waves

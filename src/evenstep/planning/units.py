@@ -28,6 +28,7 @@ from evenstep.core.ragged import (
 from evenstep.core.recipe import Overflow, Recipe
 from evenstep.errors import PlanError
 from evenstep.planning.exchange import Shape, exchange, fill_empty, search_all
+from evenstep.planning.vector_packing import LimitedPacker
 
 Phases: TypeAlias = tuple[tuple[int, float, int], ...]
 """Of each phase of exchanges: the norm as a power of two, looseness, tries."""
@@ -392,6 +393,12 @@ class Problem:
     def is_within(self, time: float, waves: int, share: float) -> bool:
         """Whether a time is at most `share` times the floor."""
         return time <= self.quick_floor(waves) * share or time <= self.floor(waves) * share
+
+    @cached_property
+    def limited(self) -> LimitedPacker:
+        """Packs all units under the further limits."""
+        units = self.units
+        return LimitedPacker(units.size, units.extra, self.capacity, units.caps)
 
     @cached_property
     def fewest_packs(self) -> int:
