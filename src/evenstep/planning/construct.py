@@ -20,7 +20,7 @@ from evenstep.core.layout import Packer
 from evenstep.core.measures import slowest
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, divided_up, rounded_up, sum_by
 from evenstep.errors import PlanError
-from evenstep.planning.exchange import Shape, exchange
+from evenstep.planning.exchange import Shape
 from evenstep.planning.kernels import kernel, nearest_free, rise, sink
 from evenstep.planning.packers import divide_bins, pack
 from evenstep.planning.partition import deal_packs, deal_rows, partition
@@ -469,25 +469,10 @@ def narrow(problem: Problem, waves: int, *, wider: float) -> IntArray:
 
 def _narrower(problem: Problem, pack_of: IntArray, packs: int) -> IntArray:
     """The packs after exchanges that lower the widest one."""
-    units, sizes = problem.units, problem.units.size.astype(np.float64)
-    shape = Shape(packs, 1, 1, True, False, -1, False, 0.0)
-    pack_of, _ = exchange(
-        units.size,
-        sizes,
-        np.zeros(len(units)),
-        units.count,
-        units.extra,
-        problem.most,
-        units.caps,
-        shape,
-        pack_of,
-        _NARROWER,
-        6,
-        0.02,
-        sizes.sum() / packs,
-        0,
-    )
-    return pack_of
+    sizes = problem.units.size.astype(np.float64)
+    shape = Shape(packs, 1, 1, True, False, -1, False, 0.0)  # each pack a rank, in one wave
+    works, goal = (sizes, np.zeros_like(sizes)), sizes.sum() / packs
+    return problem.exchange(pack_of, 1, ((6, 0.02, _NARROWER),), goal, works, shape=shape)
 
 
 def width_for(problem: Problem, size: int) -> int:

@@ -235,25 +235,31 @@ class _Divider:
         return np.repeat(address, np.diff(ends, prepend=0))
 
     def exchanged(self, best: Packing) -> Packing:
-        """The packs after a search of all, if few, and after exchanges."""
-        problem, n, waves = self.problem, len(self.problem.units), best.waves
-        if n > FEW or self.ranks == 1:
+        """The packs after exchanges. Of groups and under further limits, the cheapest packs may
+        not be contiguous."""
+        problem = self.problem
+        if len(problem.units) > FEW or self.ranks == 1:
             return best
-        fixed = waves * problem.recipe.cost.per_micro_batch
-        # Of groups and under further limits, the cheapest packs may not be contiguous.
         simple = not len(problem.units.caps) and int(problem.units.size.max()) == 1
-        floor = self.floor(waves) if simple else problem.quick_floor(waves)
-        goal = (floor - fixed) * EVEN
-        proved = best.time - fixed <= goal
-        if n <= TINY and not proved:
-            widest_first, least = np.arange(n)[::-1].copy(), best.time - fixed
-            address, proved = problem.search_all(widest_first, best.address, waves, least, goal)
-            best = faster(problem, best, address, waves) or best
-        if proved:
-            return best
-        times = 2 if problem.by_rank(waves) else 1  # any rank may take a unit, not only a wave's
-        address = problem.exchange(best.address, waves, _PHASES, goal, times=times)
-        return faster(problem, best, address, waves) or best
+        floor = self.floor(best.waves) if simple else problem.quick_floor(best.waves)
+        return exchanged(problem, best, floor)
+
+
+def exchanged(problem: Problem, best: Packing, floor: float) -> Packing:
+    """The packs after a search of all, if few, and after exchanges, which end at the floor."""
+    n, waves = len(problem.units), best.waves
+    fixed = waves * problem.recipe.cost.per_micro_batch
+    goal = (floor - fixed) * EVEN
+    proved = best.time - fixed <= goal
+    if n <= TINY and not (proved or problem.recipe.equal_sizes):
+        widest_first, least = np.arange(n)[::-1].copy(), best.time - fixed
+        address, proved = problem.search_all(widest_first, best.address, waves, least, goal)
+        best = faster(problem, best, address, waves) or best
+    if proved:
+        return best
+    times = 2 if problem.by_rank(waves) else 1  # any rank may take a unit, not only a wave's
+    address = problem.exchange(best.address, waves, _PHASES, goal, times=times)
+    return faster(problem, best, address, waves) or best
 
 
 @kernel

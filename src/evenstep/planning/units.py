@@ -301,12 +301,14 @@ class Problem:
         works: tuple[FloatArray, FloatArray] | None = None,
         times: int = 1,
         seed: int = 0,
+        shape: Shape | None = None,
     ) -> IntArray:
         """The addresses after phases of exchanges, with `times` as many tries; never slower.
 
-        `works` are what exchanges even out, by default the units' cost and second work.
+        `works` are what exchanges even out, by default the units' cost and second work. `shape` is
+        that of the packs if it is not the problem's.
         """
-        units, shape = self.units, self.shape(waves, address)
+        units, shape = self.units, shape or self.shape(waves, address)
         cost, second = works or (units.cost, units.second)
         for squarings, loose, tries in phases:
             address, _ = exchange(
