@@ -120,6 +120,7 @@ def fill_waves(
     held = np.zeros((count, caps.shape[0]))
     # Links to units that are in no pack yet; `before` is shifted: entry u + 1 is unit u.
     after, before = np.arange(n + 1), np.arange(n + 1)
+    less = -size  # ascends
 
     def put(unit: int, pack: int) -> None:
         """Put the unit into the pack and remove it from the free units."""
@@ -140,14 +141,7 @@ def fill_waves(
 
     def first_fitting(room: int) -> int:
         """The first unit whose size is at most `room`. Sizes descend."""
-        low, high = 0, n
-        while low < high:
-            middle = (low + high) // 2
-            if size[middle] <= room:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        return int(np.searchsorted(less, -room))
 
     def first_light(low: int, rate: float, most: float) -> int:
         """From `low` on, the first unit whose cost per slot exceeds `rate` by at most `most`."""

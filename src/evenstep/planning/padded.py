@@ -306,19 +306,6 @@ def fewest_cuts(starts: IntArray) -> int:
 
 
 @kernel
-def first_wider(widths: IntArray, width: int) -> int:
-    """The first of the ascending widths that exceeds `width`, or their number."""
-    low, high = 0, widths.shape[0]
-    while low < high:
-        middle = (low + high) // 2
-        if widths[middle] > width:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-@kernel
 def turning_end(
     early: int,
     late: int,
@@ -340,7 +327,7 @@ def turning_end(
         width = -(-worse // between) - 1  # at equal cost, the later one wins too
     else:
         width = worse // between
-    return min(int(expires[early]), first_wider(widths, width) + 1)
+    return min(int(expires[early]), int(np.searchsorted(widths, width, "right")) + 1)
 
 
 @kernel
