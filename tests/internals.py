@@ -161,7 +161,7 @@ if TYPE_CHECKING:
         slowest_lowered,
         whole_prices,
     )
-    from evenstep.planning.partition import DEALS, deal_packs, heaviest_bound, swap_kernel
+    from evenstep.planning.partition import DEALS, deal_packs, swap_kernel
     from evenstep.planning.planner import plan_step, step_size
     from evenstep.planning.policies import divide_cuts
     from evenstep.planning.pool import (

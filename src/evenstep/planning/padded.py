@@ -11,7 +11,7 @@ shifts  ranks that wait once per step: cuts shift and blocks change ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -126,7 +126,10 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
             if divider.floor(count) < best.time * (1 - saving):
                 tried.append(divider.at(count))
     least = min(each.time for each in tried)
-    tried = [divider.exchanged(each) if each.time < least * _WORTH else each for each in tried]
+    floor = divider.floor
+    tried = [
+        exchanged(problem, each, floor) if each.time < least * _WORTH else each for each in tried
+    ]
     best = tried[first_worth([each.time for each in tried], saving)]
     if wanted is None:
         best = divider.no_slower_than_greedy(best)
@@ -196,7 +199,9 @@ class _Divider:
         greedy = faster(self.problem, best, self.greedy.address(waves), waves)
         if greedy is None or greedy is best:
             return best
-        cut = self.exchanged(self.at(waves)) if waves >= self.fewest else greedy
+        if waves < self.fewest:
+            return greedy
+        cut = exchanged(self.problem, self.at(waves), self.floor)
         return min(cut, greedy, key=lambda each: each.time)
 
     def _addresses(self, count: int) -> Iterator[IntArray]:
@@ -234,22 +239,22 @@ class _Divider:
         address[order] = turn * self.ranks + rank_of[order]
         return np.repeat(address, np.diff(ends, prepend=0))
 
-    def exchanged(self, best: Packing) -> Packing:
-        """The packs after exchanges. Of groups and under further limits, the cheapest packs may
-        not be contiguous."""
-        problem = self.problem
-        if len(problem.units) > FEW or self.ranks == 1:
-            return best
-        simple = not len(problem.units.caps) and int(problem.units.size.max()) == 1
-        floor = self.floor(best.waves) if simple else problem.quick_floor(best.waves)
-        return exchanged(problem, best, floor)
 
+def exchanged(
+    problem: Problem, best: Packing, floor: Callable[[int], float], most: int = FEW
+) -> Packing:
+    """The packs of up to `most` units after a search of all, if few, and after exchanges.
 
-def exchanged(problem: Problem, best: Packing, floor: float) -> Packing:
-    """The packs after a search of all, if few, and after exchanges, which end at the floor."""
-    n, waves = len(problem.units), best.waves
+    These end at the `floor` of contiguous packs. Of groups and under further limits, the cheapest
+    packs may not be contiguous.
+    """
+    n, waves, units = len(problem.units), best.waves, problem.units
+    if n > most or problem.ranks == 1:
+        return best
+    if len(units.caps) or int(units.size.max()) > 1:
+        floor = problem.quick_floor
     fixed = waves * problem.recipe.cost.per_micro_batch
-    goal = (floor - fixed) * EVEN
+    goal = (floor(waves) - fixed) * EVEN
     proved = best.time - fixed <= goal
     if n <= TINY and not (proved or problem.recipe.equal_sizes):
         widest_first, least = np.arange(n)[::-1].copy(), best.time - fixed

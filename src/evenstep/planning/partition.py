@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from evenstep.core.bounds import crowd_bounds
+from evenstep.core.bounds import makespans
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.text import MOST_RANKS, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
@@ -110,7 +110,11 @@ def refined(costs: FloatArray, parts: int, equal_sizes: bool) -> IntArray:
     [0, 0, 1, 1, 1]
     """
     n, free = len(costs), np.arange(0 if equal_sizes else parts)
-    target = heaviest_bound(costs, parts, equal_sizes) * (1 + _CLOSE)
+    bound = makespans(costs[None], parts, equal_sizes=equal_sizes, packs=False)[0]
+    bound *= _LOWER  # rounding errors
+    if (costs == np.floor(costs)).all():
+        bound = np.ceil(bound)  # sums of integers are integers
+    target = float(bound) * (1 + _CLOSE)
     items = np.concatenate((costs, np.zeros(2 * len(free))))
 
     def swapped(part_of: IntArray, shakes: int) -> IntArray:
@@ -209,19 +213,6 @@ def differencing_kernel(costs: FloatArray, parts: int, layer: int) -> IntArray:
             part_of[item] = part
             item = following[item]
     return part_of
-
-
-def heaviest_bound(costs: FloatArray, parts: int, equal_sizes: bool) -> float:
-    """A lower bound on the heaviest part, for costs heaviest first: `crowd_bounds`.
-
-    With equal sizes, the heaviest item shares its part with as many items as all parts have, at
-    least the lightest. Sums of integers are integers.
-    """
-    bound, each = float(crowd_bounds(costs[None], parts)[0]), len(costs) // parts
-    if equal_sizes and each:
-        bound = max(bound, float(costs[0] + costs[len(costs) - each + 1 :].sum()))
-    bound *= 1 - 1e-12  # rounding errors of the sums
-    return float(np.ceil(bound)) if (costs == np.floor(costs)).all() else bound
 
 
 @kernel

@@ -180,8 +180,8 @@ def _cut_by_rank(
     if wanted is None and recipe.balance == "refined" and not layout.static:
         tried += [cut(waves) for waves in more_counts(tried[0].waves, recipe)]
     best = tried[first_worth([each.time for each in tried], recipe.saving)]
-    if recipe.balance == "refined" and len(units) <= SEARCHED:
-        best = exchanged(problem, best, problem.quick_floor(best.waves))
+    if recipe.balance == "refined":
+        best = exchanged(problem, best, problem.quick_floor, SEARCHED)
     return best.address, best.waves
 
 
