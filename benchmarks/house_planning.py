@@ -156,6 +156,8 @@ def kinds() -> dict[str, Callable[[int, Path], Case]]:
         "cost per micro-batch, padded": priced("padded"),
         "equal tokens": plain("packed", "micro_batch", 24, 2048, equal_tokens=True),
         "equal sizes": plain("packed", "step", 64, 1024, equal_sizes=True),
+        "equal sizes, padded": plain("padded", "micro_batch", 24, 1024, equal_sizes=True),
+        "equal sizes, padded, once per step": plain("padded", "step", 24, 1024, equal_sizes=True),
         "4,096 on 64 ranks": ranks(64),
         "4,096 on 2,048 ranks": ranks(2048),
     }

@@ -161,7 +161,7 @@ if TYPE_CHECKING:
         slowest_lowered,
         whole_prices,
     )
-    from evenstep.planning.partition import DEALS, deal_packs, heaviest_bound, swap_kernel
+    from evenstep.planning.partition import DEALS, deal_packs, swap_kernel
     from evenstep.planning.planner import plan_step, step_size
     from evenstep.planning.policies import divide_cuts
     from evenstep.planning.pool import (
@@ -174,8 +174,7 @@ if TYPE_CHECKING:
     )
     from evenstep.planning.pool import Room as PoolRoom
     from evenstep.planning.units import Problem, Units, segments_of, units_of
-    from evenstep.planning.vector_packing import LimitedPacker, spread_over, spread_units
-    from evenstep.planning.vector_packing import vector_pack as pack_vectors
+    from evenstep.planning.vector_packing import LimitedPacker, spread_over
     from evenstep.report.bars import bars_of
     from evenstep.report.charts import Bins, Thinned, histogram
     from evenstep.report.charts import lines as line_chart

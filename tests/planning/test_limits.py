@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from evenstep import Cost, Limits, Packed, Padded, Recipe, Steps, Topology, make_plan
 from evenstep.errors import PlanError
 from evenstep.testing import assert_valid_plan
-from tests.internals import Units, spread_units
+from tests.internals import LimitedPacker
 
 
 def log_normal(count: int) -> np.ndarray:
@@ -74,12 +74,7 @@ def test_spreading_keeps_every_limit(
 ) -> None:
     sizes, taken = (np.array(column) for column in zip(*items, strict=True))
     extra, caps = taken.astype(float)[:, None], np.array([float(most)])
-    one = np.ones(len(sizes), np.int64)
-    cost = sizes.astype(float)
-    units = Units(
-        np.arange(len(sizes)), sizes, cost, 0 * cost, one, sizes, extra, caps, ("patches",)
-    )
-    found = spread_units(units, capacity, packs)
+    found = LimitedPacker(sizes, extra, capacity, caps).spread(packs)
     if found is None:
         return
     assert sorted(found.values.tolist()) == list(range(len(sizes)))

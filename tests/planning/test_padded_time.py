@@ -316,3 +316,18 @@ def test_the_last_step_may_have_as_many_micro_batches_as_others_but_no_more() ->
         plan = make_plan([8, 1, 1], recipe)
         assert_valid_plan(plan)
         assert plan.slots.tolist() == slots
+
+
+@pytest.mark.parametrize(("sync_every", "most"), [("micro_batch", 1.08), ("step", 1.015)])
+def test_equal_sizes_cost_little(sync_every: SyncEvery, most: float) -> None:
+    ratios = []
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        lengths = np.clip(rng.lognormal(6, 1, int(rng.integers(24, 128))), 1, 4096).astype(np.int64)
+        recipe = Recipe(
+            layout=Padded(max_tokens=4096), topology=Topology(dp=4), sync_every=sync_every
+        )
+        equal = make_plan(lengths, replace(recipe, equal_sizes=True))
+        assert_valid_plan(equal)
+        ratios.append(time_of(equal) / time_of(make_plan(lengths, recipe)))
+    assert np.mean(ratios) <= most

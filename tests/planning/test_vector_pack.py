@@ -11,13 +11,17 @@ from tests.internals import (
     FloatArray,
     IntArray,
     LimitedPacker,
-    Units,
     bins_bound,
     spread_over,
-    spread_units,
 )
-from tests.internals import pack_vectors as vector_pack
 from tests.internals import vector_packing as module
+
+
+def vector_pack(
+    sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray, enough: int = 0
+) -> Ragged:
+    return LimitedPacker(sizes, extra, capacity, caps).bins(enough)
+
 
 SCORES = {
     "dot": lambda item, left: -(item * left).sum(axis=1),
@@ -194,18 +198,10 @@ def test_the_fewest_packs_to_spread_over_are_found(
 ) -> None:
     sizes, taken = (np.array(column) for column in zip(*items, strict=True))
     extra, caps = taken.astype(float)[:, None], np.array([12.0])
-    one = np.ones(len(sizes), np.int64)
-    cost = sizes.astype(float)
-    units = Units(
-        np.arange(len(sizes)), sizes, cost, 0 * cost, one, sizes, extra, caps, ("patches",)
-    )
-    both = np.column_stack((cost, extra))
+    packer = LimitedPacker(sizes, extra, 40, caps)
+    both = np.column_stack((sizes.astype(float), extra))
     pack_of, packs = spread_over(both, np.array([40.0, 12.0]), least, least + span)
-    works = [
-        count
-        for count in range(least, least + span + 1)
-        if spread_units(units, 40, count) is not None
-    ]
+    works = [count for count in range(least, least + span + 1) if packer.spread(count) is not None]
     if packs < 0:
         assert least + span not in works
         return
@@ -245,24 +241,22 @@ def test_an_answer_does_not_depend_on_what_was_asked_before(
     for enough in numbers:
         alone = LimitedPacker(*arguments).bins(enough)
         assert packer.bins(enough).tolist() == alone.tolist()
-        assert vector_pack(*arguments, enough).tolist() == alone.tolist()
 
 
 def test_items_are_packed_once_for_all_numbers_of_bins(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, extra, capacity, caps = mix(300, 0, 0.5)
-    fewest = vector_pack(sizes, extra, capacity, caps)
+    packer = LimitedPacker(sizes, extra, capacity, caps)
+    fewest = packer.bins()
 
     def fail(*_: object) -> None:
         raise AssertionError("packed again")
 
     monkeypatch.setattr(module, "fit_parts", fail)
     monkeypatch.setattr(module, "spread_over", fail)
-    assert vector_pack(sizes, extra, capacity, caps).tolist() == fewest.tolist()
-    assert len(vector_pack(sizes, extra, capacity, caps, 300)) <= 300
+    assert packer.bins().tolist() == fewest.tolist()
+    assert len(packer.bins(300)) <= 300
     with pytest.raises(AssertionError, match="packed again"):
-        vector_pack(sizes.copy(), extra, capacity, caps)
-    with pytest.raises(AssertionError, match="packed again"):
-        vector_pack(sizes, extra, capacity - 1, caps)
+        vector_pack(sizes, extra, capacity, caps)
 
 
 @pytest.mark.parametrize("part", [1, 7, 64])

@@ -194,15 +194,20 @@ _PRICES = 12
 _LEVELS, _ROUNDS = 32, 4
 
 
-def makespans(costs: FloatArray, ranks: int) -> FloatArray:
+def makespans(
+    costs: FloatArray, ranks: int, *, equal_sizes: bool = False, packs: bool = True
+) -> FloatArray:
     """A lower bound on the load of the slowest rank, for each row of items.
 
-    Missing items cost 0. The largest of three bounds:
+    Missing items cost 0. The largest of these bounds:
 
     mean     the total divided by the ranks
     crowd    of the ranks * j + 1 largest items, one rank has j + 1, at least the smallest of
              them; for j = 0 that is the largest item
-    packs    no load is at most t if the items need more than `ranks` packs of capacity t
+    equal    with equal sizes, every rank has n // ranks items: one has the largest, and others
+             that cost no less than the smallest
+    packs    no load is at most t if the items need more than `ranks` packs of capacity t; takes
+             longer than the others, and is left out unless `packs`
 
     >>> makespans(np.array([[3.0, 3, 2], [9, 1, 0]]), 2).tolist()
     [5.0, 9.0]
@@ -211,10 +216,14 @@ def makespans(costs: FloatArray, ranks: int) -> FloatArray:
     if count == 0 or ranks == 1:
         return np.asarray(costs.sum(axis=1), np.float64)
     costs = -np.sort(-costs, axis=1)
-    total = _totals(costs)
+    total, each = _totals(costs), count // ranks
     shared = np.arange((count - 1) // ranks + 1)
     crowd = total[:, ranks * shared + 1] - total[:, ranks * shared - shared]
     bound: FloatArray = np.maximum(total[:, -1] / ranks, crowd.max(axis=1))
+    if equal_sizes and each:
+        bound = np.maximum(bound, costs[:, 0] + total[:, -1] - total[:, count - each + 1])
+    if not packs:
+        return bound
     # Where items are few, bisect for the greatest load at which they need more packs than there are
     # ranks, unless a load just above the bound is enough in each of these steps.
     filled = np.count_nonzero(costs, axis=1)

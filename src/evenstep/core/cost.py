@@ -16,6 +16,7 @@ from evenstep.core.text import (
     MOST,
     one_of,
     real_field,
+    set_fields,
     short_repr,
     truth_value,
     whole_field,
@@ -73,10 +74,7 @@ class Cost:
                 "cost.per_segment above 0."
             )
 
-    def __setstate__(self, state: list[float | None]) -> None:
-        # Costs that were pickled before ranks shared sequences have four fields.
-        for name, value in zip(self.__slots__, (*state, None, None), strict=False):
-            object.__setattr__(self, name, value)
+    __setstate__ = set_fields
 
     @classmethod
     def tokens(cls) -> Cost:

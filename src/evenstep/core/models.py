@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -143,7 +143,8 @@ def _mapping(config: object, where: str) -> Mapping[str, Any]:
 
 
 # `presets` are shapes of well-known models by name, `defaults` those of the classes of transformers
-# that are nested in other configurations; both in the fields of a `config.json`.
+# that are nested in other configurations, both in the fields of a `config.json`; `kinds` and
+# `towers` are traits of model types that these fields do not say: see `Kind` and `TOWERS`.
 _KNOWN = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 PRESETS: dict[str, dict[str, Any]] = _KNOWN["presets"]
 DEFAULTS: dict[str, dict[str, Any]] = _KNOWN["defaults"]
@@ -243,6 +244,8 @@ class Kind:
     mixer       what layers without attention do: see `_MIXERS`
     both        every layer has attention and a mixer, side by side (Falcon-H1)
     alone       every layer is attention, a mixer or a feed-forward layer, and nothing else
+    normed      queries and keys are normed
+    tied        the head shares the embedding by default
     """
 
     gated: bool = True
@@ -256,49 +259,11 @@ class Kind:
     mixer: str = "none"
     both: bool = False
     alone: bool = False
+    normed: bool = False
+    tied: bool = False
 
 
-_DELTA = Kind(mixer="delta", query_gate=True, own_dim=True)
-_LATENT = Kind(experts="after_dense", attention="latent")
-_FAMILIES: list[tuple[str, Kind]] = [
-    ("olmo olmo2 granite stablelm cohere hunyuan_v1_dense smollm3", Kind()),
-    ("llama", Kind(groups="optional")),
-    ("gemma glm glm4 seed_oss helium ernie4_5 qwen3_vl_text", Kind(own_dim=True)),
-    ("mistral ministral ministral3 phi3", Kind(windows="all")),
-    ("qwen2 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text", Kind(windows="upper")),
-    ("qwen2_5_omni_text", Kind(windows="upper")),
-    ("qwen3", Kind(windows="upper", own_dim=True)),
-    ("gemma2", Kind(period=2, own_dim=True)),
-    ("gemma3_text", Kind(period=6, own_dim=True)),
-    ("cohere2 olmo3 exaone4", Kind(period=4)),
-    ("phi apertus arcee nemotron", Kind(gated=False)),
-    ("starcoder2", Kind(gated=False, windows="all")),
-    ("gpt2 gpt_neox gptj", Kind(gated=False, groups="none")),
-    ("mixtral phimoe", Kind(windows="all", experts="every")),
-    ("olmoe flex_olmo granitemoe granitemoeshared", Kind(experts="every")),
-    ("minimax_m2", Kind(experts="every", own_dim=True)),
-    ("gpt_oss", Kind(experts="every", own_dim=True, period=2)),
-    ("qwen2_moe", Kind(experts="stepped", windows="upper")),
-    ("qwen3_moe qwen3_omni_moe_text", Kind(experts="stepped", windows="all")),
-    ("qwen3_vl_moe_text", Kind(experts="stepped", own_dim=True)),
-    ("glm4_moe", Kind(experts="after_dense")),
-    ("dots1", Kind(experts="after_dense", windows="upper")),
-    ("deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite", _LATENT),
-    ("ernie4_5_moe", Kind(experts="interval")),
-    ("qwen3_next", replace(_DELTA, experts="stepped")),
-    ("qwen3_5_moe_text", replace(_DELTA, experts="every")),
-    ("qwen3_5_text", _DELTA),
-    ("jamba", Kind(experts="periodic", mixer="mamba")),
-    ("bamba", Kind(mixer="mamba2")),
-    ("granitemoehybrid", Kind(experts="every", mixer="mamba2")),
-    ("lfm2", Kind(mixer="short_conv")),
-    ("falcon_h1", Kind(mixer="mamba2", both=True)),
-    ("nemotron_h", Kind(experts="alone", mixer="mamba2", gated=False, own_dim=True, alone=True)),
-    ("kimi_linear", replace(_LATENT, mixer="channels")),
-    ("mamba falcon_mamba", Kind(mixer="mamba", alone=True)),
-    ("mamba2", Kind(mixer="mamba2", alone=True)),
-]
-KINDS: dict[str, Kind] = {name: kind for names, kind in _FAMILIES for name in names.split()}
+KINDS: dict[str, Kind] = {name: Kind(**traits) for name, traits in _KNOWN["kinds"].items()}
 
 
 def kind_of(model_type: str) -> Kind:
@@ -443,9 +408,6 @@ def sparse_layers(config: ModelConfig, kind: Kind, layers: int) -> set[int]:
 
 # The work of a decoder ----------------------------------------------------------------------------
 
-# Model types that norm queries and keys.
-_NORMED = {"qwen3", "qwen3_moe", "qwen3_vl_text", "gemma3_text", "olmo2", "olmo3", "olmoe"}
-
 
 def text_work(config: ModelConfig) -> Work:
     """The work of all layers and the head. The embedding is a lookup and counts nothing.
@@ -521,7 +483,7 @@ def _attention(config: ModelConfig, kind: Kind, window: int) -> Work:
     if not window:
         causal = not config.truth("use_bidirectional_attention", False)
         pairs = pair / 2 if causal else pair
-    normed = queries + keys if config.model_type in _NORMED else 0
+    normed = queries + keys if kind.normed else 0
     return Work(
         weights=weights,
         pairs=pairs,
@@ -658,17 +620,8 @@ _MIXERS = {
 # The work of a vision tower, per patch ------------------------------------------------------------
 
 # By model type: three feed-forward matrices (gated) or two, and whether patches are merged before
-# they leave the tower.
-_TOWERS = [
-    ("clip_vision_model siglip_vision_model idefics3_vision smolvlm_vision", "plain"),
-    ("idefics3 smolvlm internvl_vision", "plain"),
-    ("pixtral", "gated"),
-    ("qwen2_vl qwen2_vl_vision qwen3_vl qwen3_vl_vision", "merges"),
-    ("qwen3_vl_moe qwen3_vl_moe_vision qwen3_omni_moe_vision_encoder", "merges"),
-    ("qwen3_5 qwen3_5_vision qwen3_5_moe qwen3_5_moe_vision", "merges"),
-    ("qwen2_5_vl qwen2_5_vl_vision qwen2_5_omni_vision_encoder", "gated merges"),
-]
-TOWERS = {name: traits.split() for names, traits in _TOWERS for name in names.split()}
+# they leave the tower (merges).
+TOWERS: dict[str, list[str]] = _KNOWN["towers"]
 
 
 def vision_work(config: ModelConfig) -> Work:
@@ -718,9 +671,6 @@ def vision_work(config: ModelConfig) -> Work:
 
 # Weights and bytes -----------------------------------------------------------------------------
 
-# Model types that share the embedding with the head by default.
-_TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "cohere", "cohere2"}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
@@ -750,7 +700,7 @@ class ModelSize:
         """
         kind, layers, hidden = kind_of(config.model_type), _layers(config), _hidden(config)
         work, vocab = text_work(config), config.whole("vocab_size")
-        tied = config.truth("tie_word_embeddings", config.model_type in _TIED)
+        tied = config.truth("tie_word_embeddings", kind.tied)
         embedding = hidden * vocab
         outside = (1 if tied else 2) * embedding
         norms = ((1 if kind.alone else 2) * layers + 1) * hidden

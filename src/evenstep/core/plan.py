@@ -36,7 +36,7 @@ from evenstep.core.ragged import (
     sum_by,
 )
 from evenstep.core.recipe import Recipe, Topology, recipe_on_fewer_ranks
-from evenstep.core.text import attempt, counted, fill, line
+from evenstep.core.text import attempt, counted, fill, line, set_fields
 from evenstep.errors import FileError, InputError, PlanError
 
 
@@ -140,10 +140,7 @@ class MicroBatch:
     exchange: Exchange | None = None
     """What ranks exchange in this wave; None if it shares no sample between ranks."""
 
-    def __setstate__(self, state: list[Any]) -> None:
-        # Micro-batches that were pickled before there were exchanges have eight fields.
-        for name, value in zip(self.__slots__, (*state, None), strict=False):
-            object.__setattr__(self, name, value)
+    __setstate__ = set_fields
 
     @classmethod
     def one_row(cls, lengths: Sequence[int], width: int | None = None) -> MicroBatch:

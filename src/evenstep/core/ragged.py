@@ -9,6 +9,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from evenstep.core.text import set_fields
+
 BoolArray: TypeAlias = NDArray[np.bool_]
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
@@ -195,10 +197,7 @@ class Segments:
     def __len__(self) -> int:
         return len(self.sample)
 
-    def __setstate__(self, state: list[Any]) -> None:
-        # Segments that were pickled before they had parents have three columns.
-        for name, column in zip(self.__slots__, (*state, None), strict=False):
-            object.__setattr__(self, name, column)
+    __setstate__ = set_fields
 
     @property
     def behind(self) -> IntArray | None:

@@ -22,6 +22,7 @@ from evenstep.core.text import (
     one_of,
     real_field,
     seed_number,
+    set_fields,
     short_repr,
     truth_field,
     whole_field,
@@ -342,10 +343,7 @@ class Limits:
     def __hash__(self) -> int:
         return hash((self.cost, frozenset(self.columns.items()), self.gathered))
 
-    def __setstate__(self, state: list[Any]) -> None:
-        # Limits that were pickled before there was one on gathered keys have two fields.
-        for name, value in zip(self.__slots__, (*state, None), strict=False):
-            object.__setattr__(self, name, value)
+    __setstate__ = set_fields
 
     def __deepcopy__(self, memo: object) -> Limits:
         """Limits never change, so they are their own copy."""
@@ -415,10 +413,7 @@ class Recipe(Derived):
         if self.sharing is not None:
             self._check_sharing(self.sharing)
 
-    def __setstate__(self, state: list[Any]) -> None:
-        # Recipes that were pickled before ranks shared sequences have one field less.
-        for each, value in zip(fields(self), (*state, None), strict=False):
-            object.__setattr__(self, each.name, value)
+    __setstate__ = set_fields
 
     def _check_sharing(self, sharing: Sharing) -> None:
         """Raise if ranks cannot share sequences with these settings."""

@@ -66,6 +66,13 @@ class Derived:
     __slots__ = ("__dict__",)
 
 
+def set_fields(value: Any, state: Sequence[Any]) -> None:
+    """`__setstate__` of frozen dataclasses with slots that had fewer fields in earlier versions:
+    those that old pickles lack, the last ones, are None."""
+    for at, each in enumerate(fields(value)):
+        object.__setattr__(value, each.name, state[at] if at < len(state) else None)
+
+
 MOST = 2**40  # above any budget; sums still fit 64 bits
 MOST_RANKS = 2**20
 _SEEDS = 2**63  # numpy and torch accept smaller seeds

@@ -281,20 +281,9 @@ def fit_few_items(lengths: IntArray, order: IntArray, capacity: int) -> IntArray
     bin_of = np.empty(n, np.int64)
     spaces, numbers = np.empty(n, np.int64), np.empty(n, np.int64)
 
-    def place_of(wanted: int, count: int) -> int:
-        """The first of `count` bins with a space of `wanted` or more; `count` if none has it."""
-        low, high = 0, count
-        while low < high:
-            middle = (low + high) // 2
-            if spaces[middle] >= wanted:
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
     count, bins = 0, 0
     for item in order:
-        place = place_of(lengths[item], count)
+        place = np.searchsorted(spaces[:count], lengths[item])
         if place == count:  # no open bin is large enough: open one
             spaces[count], numbers[count] = capacity, bins
             bins += 1
@@ -307,7 +296,7 @@ def fit_few_items(lengths: IntArray, order: IntArray, capacity: int) -> IntArray
                 spaces[k], numbers[k] = spaces[k + 1], numbers[k + 1]
             continue
         # It has less space than before, so it moves towards the front.
-        target = place_of(rest, place)
+        target = np.searchsorted(spaces[:place], rest)
         for k in range(place, target, -1):
             spaces[k], numbers[k] = spaces[k - 1], numbers[k - 1]
         spaces[target], numbers[target] = rest, chosen

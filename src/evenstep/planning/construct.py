@@ -20,12 +20,11 @@ from evenstep.core.layout import Packer
 from evenstep.core.measures import slowest
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, divided_up, rounded_up, sum_by
 from evenstep.errors import PlanError
-from evenstep.planning.exchange import Shape, exchange
+from evenstep.planning.exchange import Shape
 from evenstep.planning.kernels import kernel, nearest_free, rise, sink
 from evenstep.planning.packers import divide_bins, pack
 from evenstep.planning.partition import deal_packs, deal_rows, partition
 from evenstep.planning.units import Problem, Units
-from evenstep.planning.vector_packing import spread_units, vector_pack
 
 NONE: IntArray = np.empty(0, np.int64)
 BEST_FIT = "best_fit_decreasing"
@@ -47,7 +46,7 @@ def waves_first(problem: Problem, waves: int) -> IntArray:
     quarter, half = max(waves // 4, 1), max(waves // 2, 1)
     order, none = np.lexsort((-units.cost, -units.size)), np.full(len(units), -1, np.int64)
     for levelled, fullness in ((waves - quarter, 0.3), (waves - half, 1.0), (0, 1.0)):
-        pack_of = filled_waves(problem, units, units.cost, order, none, waves, levelled, fullness)
+        pack_of = filled_waves(problem, units.cost, order, none, waves, levelled, fullness)
         if not len(pack_of):
             continue
         loads = sum_by(pack_of, units.cost, packs * waves).reshape(waves, packs)
@@ -61,7 +60,6 @@ def waves_first(problem: Problem, waves: int) -> IntArray:
 
 def filled_waves(
     problem: Problem,
-    units: Units,
     work: FloatArray,
     order: IntArray,
     pack_of: IntArray,
@@ -75,6 +73,7 @@ def filled_waves(
     `order` is largest first. A wave has `packs`, by default as many as in the problem. With one
     wave of all packs, each unit goes to the pack with the least work that has room.
     """
+    units = problem.units
     packed = fill_waves(
         units.size[order],
         work[order],
@@ -121,6 +120,7 @@ def fill_waves(
     held = np.zeros((count, caps.shape[0]))
     # Links to units that are in no pack yet; `before` is shifted: entry u + 1 is unit u.
     after, before = np.arange(n + 1), np.arange(n + 1)
+    less = -size  # ascends
 
     def put(unit: int, pack: int) -> None:
         """Put the unit into the pack and remove it from the free units."""
@@ -141,14 +141,7 @@ def fill_waves(
 
     def first_fitting(room: int) -> int:
         """The first unit whose size is at most `room`. Sizes descend."""
-        low, high = 0, n
-        while low < high:
-            middle = (low + high) // 2
-            if size[middle] <= room:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        return int(np.searchsorted(less, -room))
 
     def first_light(low: int, rate: float, most: float) -> int:
         """From `low` on, the first unit whose cost per slot exceeds `rate` by at most `most`."""
@@ -290,7 +283,8 @@ def pack_ranks(
     if packs > _SCANNED and not len(units.caps):
         pack_of = np.empty(len(units), np.int64)
         for rank, members in enumerate(Ragged.group(rank_of, ranks)):
-            bins = fill_bins(units.take(members), problem.capacity, BEST_FIT, 0)
+            own = Problem(problem.recipe, units.take(members), NONE, problem.capacity)
+            bins = fill_bins(own, BEST_FIT)
             if len(bins) > packs:
                 return NONE
             pack_of[members[bins.values]] = rank * packs + bins.owner
@@ -390,28 +384,27 @@ def filled(problem: Problem, waves: int) -> IntArray:
 
     Under further limits, units are spread over all packs first, which is faster than to fill them.
     """
-    units, recipe, packs = problem.units, problem.recipe, waves * problem.per_wave
-    bins = spread_units(units, problem.capacity, packs) if len(units.caps) else None
+    limited, packs = len(problem.units.caps) > 0, waves * problem.per_wave
+    bins = problem.limited.spread(packs) if limited else None
     if bins is None:
-        bins = fill_bins(units, problem.capacity, BEST_FIT, recipe.seed, packs)
-    if len(bins) > packs and not len(units.caps):
-        fewer = fill_bins(units, problem.capacity, "optimal", recipe.seed)
+        bins = fill_bins(problem, BEST_FIT, packs)
+    if len(bins) > packs and not limited:
+        fewer = fill_bins(problem, "optimal")
         bins = fewer if len(fewer) < len(bins) else bins
     return of_bins(problem, bins, waves)
 
 
-def fill_bins(
-    units: Units, capacity: int, packer: str | Packer, seed: int, enough: int = 0
-) -> Ragged:
+def fill_bins(problem: Problem, packer: str | Packer, enough: int = 0) -> Ragged:
     """Units in as few bins as the packer finds.
 
     Where there are further limits, several packers are tried until `enough` bins suffice.
     """
+    units, capacity = problem.units, problem.capacity
     if len(units.caps) and len(units):
-        return vector_pack(units.size, units.extra, capacity, units.caps, enough)
+        return problem.limited.bins(enough)
     alone = np.flatnonzero(units.size > capacity)
     rest = np.flatnonzero(units.size <= capacity)
-    packed = pack(units.size[rest], capacity, packer, seed=seed)
+    packed = pack(units.size[rest], capacity, packer, seed=problem.recipe.seed)
     values = np.concatenate((rest[packed.values], alone))
     ends = packed.offsets[-1] + 1 + np.arange(len(alone))
     return Ragged(values, np.concatenate((packed.offsets, ends)))
@@ -454,7 +447,7 @@ def narrow(problem: Problem, waves: int, *, wider: float) -> IntArray:
         held = np.zeros((packs, len(units.caps)))
         np.add.at(held, pack_of, units.extra)
         if not (held <= units.caps).all():
-            spread = spread_units(units, problem.capacity, packs)
+            spread = problem.limited.spread(packs)
             if spread is None:
                 return NONE
             pack_of[spread.values] = spread.owner
@@ -470,25 +463,10 @@ def narrow(problem: Problem, waves: int, *, wider: float) -> IntArray:
 
 def _narrower(problem: Problem, pack_of: IntArray, packs: int) -> IntArray:
     """The packs after exchanges that lower the widest one."""
-    units, sizes = problem.units, problem.units.size.astype(np.float64)
-    shape = Shape(packs, 1, 1, True, False, -1, False, 0.0)
-    pack_of, _ = exchange(
-        units.size,
-        sizes,
-        np.zeros(len(units)),
-        units.count,
-        units.extra,
-        problem.most,
-        units.caps,
-        shape,
-        pack_of,
-        _NARROWER,
-        6,
-        0.02,
-        sizes.sum() / packs,
-        0,
-    )
-    return pack_of
+    sizes = problem.units.size.astype(np.float64)
+    shape = Shape(packs, 1, 1, True, False, -1, False, 0.0)  # each pack a rank, in one wave
+    works, goal = (sizes, np.zeros_like(sizes)), sizes.sum() / packs
+    return problem.exchange(pack_of, 1, ((6, 0.02, _NARROWER),), goal, works, shape=shape)
 
 
 def width_for(problem: Problem, size: int) -> int:
@@ -506,8 +484,8 @@ def kinds_apart(problem: Problem, waves: int) -> IntArray:
     """
     units, ranks = problem.units, problem.ranks
     special = np.flatnonzero(units.second > 0)
-    members = units.take(special)
-    bins = vector_pack(members.size, members.extra, problem.capacity, members.caps)
+    members = Problem(problem.recipe, units.take(special), NONE, problem.capacity)
+    bins = members.limited.bins()
     fewest, most = divided_up(len(bins), problem.per_wave), waves
     second = problem.recipe.second_work
     if problem.kinds_matter and second is not None:
@@ -521,9 +499,9 @@ def kinds_apart(problem: Problem, waves: int) -> IntArray:
     best, least = NONE, np.inf
     counts = {fewest, fewest + 1, (fewest + most) // 2, most}
     for count in sorted(count for count in counts if fewest <= count <= most):
-        for spread in _spread(problem, members, bins, count):
+        for spread in _spread(members, bins, count):
             pack_of = np.full(len(units), -1, np.int64)
-            pack_of[special] = _micro_batch_first(problem, members, spread, count)
+            pack_of[special] = _micro_batch_first(problem, members.units, spread, count)
             for fill in (_fill_waves, _fill_lightest):
                 address = fill(problem, waves, count, special, pack_of)
                 if not len(address):
@@ -534,15 +512,15 @@ def kinds_apart(problem: Problem, waves: int) -> IntArray:
     return best
 
 
-def _spread(problem: Problem, members: Units, bins: Ragged, waves: int) -> Iterator[Ragged]:
+def _spread(members: Problem, bins: Ragged, waves: int) -> Iterator[Ragged]:
     """Ways to put the special units into these waves: by even work, by even limits, as bins."""
-    packs = waves * problem.per_wave
-    none = np.full(len(members), -1, np.int64)
-    order = np.lexsort((-members.second, -members.size))
-    even = filled_waves(problem, members, members.second, order, none, 1, packs=packs)
+    units, packs = members.units, waves * members.per_wave
+    none = np.full(len(units), -1, np.int64)
+    order = np.lexsort((-units.second, -units.size))
+    even = filled_waves(members, units.second, order, none, 1, packs=packs)
     if len(even):
         yield Ragged.group(even, packs)
-    spread = spread_units(members, problem.capacity, packs)
+    spread = members.limited.spread(packs)
     if spread is not None:
         yield spread
     yield bins  # `waves` are at least as many as these need
@@ -575,7 +553,7 @@ def _fill_waves(
     moved = deal_packs(cost, problem.ranks, "refined", "micro_batch")
     pack_of[special] = moved[micro] * rows + row
     order = np.lexsort((-units.cost, -units.size))
-    return filled_waves(problem, units, units.cost, order, pack_of, waves)
+    return filled_waves(problem, units.cost, order, pack_of, waves)
 
 
 def _fill_lightest(
@@ -588,7 +566,7 @@ def _fill_lightest(
     units, ranks, rows = problem.units, problem.ranks, problem.rows
     packs = waves * problem.per_wave
     order = np.lexsort((-units.cost, -units.size))
-    packed = filled_waves(problem, units, units.cost, order, pack_of, 1, packs=packs)
+    packed = filled_waves(problem, units.cost, order, pack_of, 1, packs=packs)
     if not len(packed):
         return NONE
     work = sum_by(packed // rows, units.cost + units.second, waves * ranks)

@@ -19,11 +19,10 @@ from evenstep.planning.best_fit import best_fit, best_fit_few, bins_by, bins_in_
 from evenstep.planning.kernels import kernel, nearest_free, rise, sink
 from evenstep.planning.optimal import optimal_kernel
 from evenstep.planning.partition import partition
-from evenstep.planning.vector_packing import spread_kernel
+from evenstep.planning.vector_packing import LimitedPacker
 
 _LARGE, _EACH = 2**22, 64  # largest useful table of spaces: in all, or per item
 _FEW, _WIDE = 2**14, 16  # up to so many items, no table for capacities of so much per item
-_NONE: IntArray = np.empty(0, np.int64)
 
 
 def pack(
@@ -343,15 +342,10 @@ def even_bins(sizes: IntArray, bins: Ragged, capacity: int, target: int) -> Ragg
     >>> even_bins(np.full(12, 10), Ragged.of([[*range(12)]]), 120, 3).sums(np.full(12, 10)).tolist()
     [40, 40, 40]
     """
-    bin_of = partition(sizes, target) if target <= MOST_RANKS else _NONE
-    if len(bin_of) == 0 or np.bincount(bin_of, sizes, target).max() > capacity:
-        order = np.argsort(-sizes, kind="stable")
-        bin_of = spread_kernel(
-            sizes.astype(np.float64)[:, None], order, np.array([float(capacity)]), target
-        )
-    if len(bin_of) < len(sizes) or np.bincount(bin_of, minlength=target).min() == 0:
-        return divide_bins(sizes, bins, target)
-    return Ragged.group(bin_of, target)
+    even = Ragged.group(partition(sizes, target), target) if target <= MOST_RANKS else None
+    if even is None or even.sums(sizes).max() > capacity:
+        even = LimitedPacker(sizes, np.empty((len(sizes), 0)), capacity, np.empty(0)).spread(target)
+    return divide_bins(sizes, bins, target) if even is None or not even.lengths.all() else even
 
 
 def divide_bins(sizes: IntArray, bins: Ragged, target: int) -> Ragged:

@@ -11,7 +11,7 @@ shifts  ranks that wait once per step: cuts shift and blocks change ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -126,7 +126,10 @@ def cut_rows(problem: Problem, layout: Padded, wanted: int | None) -> tuple[IntA
             if divider.floor(count) < best.time * (1 - saving):
                 tried.append(divider.at(count))
     least = min(each.time for each in tried)
-    tried = [divider.exchanged(each) if each.time < least * _WORTH else each for each in tried]
+    floor = divider.floor
+    tried = [
+        exchanged(problem, each, floor) if each.time < least * _WORTH else each for each in tried
+    ]
     best = tried[first_worth([each.time for each in tried], saving)]
     if wanted is None:
         best = divider.no_slower_than_greedy(best)
@@ -196,17 +199,21 @@ class _Divider:
         greedy = faster(self.problem, best, self.greedy.address(waves), waves)
         if greedy is None or greedy is best:
             return best
-        cut = self.exchanged(self.at(waves)) if waves >= self.fewest else greedy
+        if waves < self.fewest:
+            return greedy
+        cut = exchanged(self.problem, self.at(waves), self.floor)
         return min(cut, greedy, key=lambda each: each.time)
 
     def _addresses(self, count: int) -> Iterator[IntArray]:
         """The addresses to compare."""
         rows, ranks, n, cheapest = self.rows, self.ranks, len(self.rows.price), self.cheapest(count)
         if ranks == 1:
-            yield self._by_rank(cheapest, np.zeros(len(cheapest), np.int64))
+            yield self.dealt(cheapest, count, "lpt", "step")
             return
         if self.problem.by_rank(count):
-            for ends, rank_of in rank_sum_cuts(rows, ranks, count, cheapest):
+            for balance in DEALS:
+                yield self.dealt(cheapest, count, balance, "step")
+            for ends, rank_of in lowered_cuts(rows, ranks, count, cheapest):
                 yield self._by_rank(ends, rank_of)
             return
         cuts = [cheapest]
@@ -232,26 +239,32 @@ class _Divider:
         address[order] = turn * self.ranks + rank_of[order]
         return np.repeat(address, np.diff(ends, prepend=0))
 
-    def exchanged(self, best: Packing) -> Packing:
-        """The packs after a search of all, if few, and after exchanges."""
-        problem, n, waves = self.problem, len(self.problem.units), best.waves
-        if n > FEW or self.ranks == 1:
-            return best
-        fixed = waves * problem.recipe.cost.per_micro_batch
-        # Of groups and under further limits, the cheapest packs may not be contiguous.
-        simple = not len(problem.units.caps) and int(problem.units.size.max()) == 1
-        floor = self.floor(waves) if simple else problem.quick_floor(waves)
-        goal = (floor - fixed) * EVEN
-        proved = best.time - fixed <= goal
-        if n <= TINY and not proved:
-            widest_first, least = np.arange(n)[::-1].copy(), best.time - fixed
-            address, proved = problem.search_all(widest_first, best.address, waves, least, goal)
-            best = faster(problem, best, address, waves) or best
-        if proved:
-            return best
-        times = 2 if problem.by_rank(waves) else 1  # any rank may take a unit, not only a wave's
-        address = problem.exchange(best.address, waves, _PHASES, goal, times=times)
-        return faster(problem, best, address, waves) or best
+
+def exchanged(
+    problem: Problem, best: Packing, floor: Callable[[int], float], most: int = FEW
+) -> Packing:
+    """The packs of up to `most` units after a search of all, if few, and after exchanges.
+
+    These end at the `floor` of contiguous packs. Of groups and under further limits, the cheapest
+    packs may not be contiguous.
+    """
+    n, waves, units = len(problem.units), best.waves, problem.units
+    if n > most or problem.ranks == 1:
+        return best
+    if len(units.caps) or int(units.size.max()) > 1:
+        floor = problem.quick_floor
+    fixed = waves * problem.recipe.cost.per_micro_batch
+    goal = (floor(waves) - fixed) * EVEN
+    proved = best.time - fixed <= goal
+    if n <= TINY and not (proved or problem.recipe.equal_sizes):
+        widest_first, least = np.arange(n)[::-1].copy(), best.time - fixed
+        address, proved = problem.search_all(widest_first, best.address, waves, least, goal)
+        best = faster(problem, best, address, waves) or best
+    if proved:
+        return best
+    times = 2 if problem.by_rank(waves) else 1  # any rank may take a unit, not only a wave's
+    address = problem.exchange(best.address, waves, _PHASES, goal, times=times)
+    return faster(problem, best, address, waves) or best
 
 
 @kernel
@@ -298,19 +311,6 @@ def fewest_cuts(starts: IntArray) -> int:
 
 
 @kernel
-def first_wider(widths: IntArray, width: int) -> int:
-    """The first of the ascending widths that exceeds `width`, or their number."""
-    low, high = 0, widths.shape[0]
-    while low < high:
-        middle = (low + high) // 2
-        if widths[middle] > width:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-@kernel
 def turning_end(
     early: int,
     late: int,
@@ -332,7 +332,7 @@ def turning_end(
         width = -(-worse // between) - 1  # at equal cost, the later one wins too
     else:
         width = worse // between
-    return min(int(expires[early]), first_wider(widths, width) + 1)
+    return min(int(expires[early]), int(np.searchsorted(widths, width, "right")) + 1)
 
 
 @kernel
@@ -669,20 +669,15 @@ def lower_levels(
     return ends
 
 
-def rank_sum_cuts(
+def lowered_cuts(
     units: Rows, ranks: int, waves: int, cheapest: IntArray
 ) -> Iterator[tuple[IntArray, IntArray]]:
-    """(ends of the blocks, rank of each block) of the cuts worth comparing.
-
-    The cheapest cut as every balance deals it, and the two most even ones after shifts and swaps.
-    """
+    """(ends of the blocks, rank of each) of the two most even cuts, after shifts and swaps."""
 
     def slowest(ends: IntArray) -> float:
         rank_of = deal_blocks(units, ends, ranks, waves, "lpt")
         return float(np.bincount(rank_of, block_costs(units, ends), ranks).max())
 
-    for balance in DEALS:
-        yield cheapest, deal_blocks(units, cheapest, ranks, waves, balance)
     cuts = sorted([cheapest, *_capped(units, ranks * waves, cheapest)], key=slowest)
     for ends in cuts[:2]:
         rank_of = deal_blocks(units, ends, ranks, waves)

@@ -16,10 +16,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from evenstep.core.bounds import makespans
 from evenstep.core.ragged import FloatArray, IntArray
 from evenstep.core.text import MOST_RANKS, truth_value, whole_number
 from evenstep.errors import ConfigError, InputError
-from evenstep.planning.kernels import kernel, rise, sink
+from evenstep.planning.kernels import kernel, sink
 
 Deal: TypeAlias = Callable[[FloatArray, int, bool], IntArray]
 
@@ -109,7 +110,11 @@ def refined(costs: FloatArray, parts: int, equal_sizes: bool) -> IntArray:
     [0, 0, 1, 1, 1]
     """
     n, free = len(costs), np.arange(0 if equal_sizes else parts)
-    target = heaviest_bound(costs, parts, equal_sizes) * (1 + _CLOSE)
+    bound = makespans(costs[None], parts, equal_sizes=equal_sizes, packs=False)[0]
+    bound *= _LOWER  # rounding errors
+    if (costs == np.floor(costs)).all():
+        bound = np.ceil(bound)  # sums of integers are integers
+    target = float(bound) * (1 + _CLOSE)
     items = np.concatenate((costs, np.zeros(2 * len(free))))
 
     def swapped(part_of: IntArray, shakes: int) -> IntArray:
@@ -211,30 +216,6 @@ def differencing_kernel(costs: FloatArray, parts: int, layer: int) -> IntArray:
 
 
 @kernel
-def heaviest_bound(costs: FloatArray, parts: int, equal_sizes: bool) -> float:
-    """A lower bound on the heaviest part, for costs heaviest first.
-
-    The mean; and of the parts * j + 1 heaviest items, j + 1 share a part. With equal sizes, the
-    heaviest item shares its part with as many items as all parts have, at least the lightest.
-    Sums of integers are integers.
-    """
-    n = costs.shape[0]
-    total = np.zeros(n + 1)
-    whole = True
-    for i in range(n):
-        total[i + 1] = total[i] + costs[i]
-        whole = whole and costs[i] == np.floor(costs[i])
-    bound = total[n] / parts
-    for shared in range((n - 1) // parts + 1):
-        last = parts * shared
-        bound = max(bound, total[last + 1] - total[last - shared])
-    if equal_sizes and n >= parts:
-        bound = max(bound, costs[0] + total[n] - total[n - n // parts + 1])
-    bound *= 1 - 1e-12  # rounding errors of the sums
-    return float(np.ceil(bound)) if whole else float(bound)
-
-
-@kernel
 def swap_kernel(
     costs: FloatArray, part_of: IntArray, count: int, target: float, shakes: int
 ) -> IntArray:
@@ -259,9 +240,7 @@ def swap_kernel(
         cursor[part_of[i]] += 1
         load[part_of[i]] += costs[i]
 
-    # The parts by load as they were some swaps ago; `touched` are those that swapped since.
-    lightest, changed = np.argsort(load), np.zeros(count, np.bool_)
-    touched, len_touched = np.empty(count, np.int64), np.zeros(1, np.int64)
+    lightest = np.argsort(load)  # the parts by load, as they were some swaps ago
 
     def settle(part: int, at: int) -> None:
         """Move the entry at `at` to its place in its part."""
@@ -279,11 +258,6 @@ def swap_kernel(
         given = held[i] - held[j]
         load[one] -= given
         load[other] += given
-        for part in (one, other):
-            if not changed[part]:
-                changed[part] = True
-                touched[len_touched[0]] = part
-                len_touched[0] += 1
         member[i], member[j] = member[j], member[i]
         held[i], held[j] = held[j], held[i]
         settle(one, i)
@@ -308,47 +282,15 @@ def swap_kernel(
                         best, x, y = reached, i, k
         return best, x, y
 
-    def heavier(one: int, other: int) -> bool:
-        """Whether a part is heavier than another (-1: none); of equals, the first is."""
-        if other < 0 or load[one] != load[other]:
-            return bool(other < 0 or load[one] > load[other])
-        return one < other
-
-    def heaviest() -> int:
-        """The heaviest part: one of those that changed, or the last of those that are sorted."""
-        heavy = -1
-        for part in touched[: len_touched[0]]:
-            heavy = part if heavier(part, heavy) else heavy
-        for part in lightest[::-1]:
-            if not changed[part]:
-                if heavy >= 0 and load[part] < load[heavy]:
-                    break
-                heavy = part if heavier(part, heavy) else heavy
-        return int(heavy)
-
-    def sort_again() -> None:
-        """Merge the parts whose load changed into the others, which are sorted still."""
-        part = touched[: len_touched[0]]
-        part = part[np.argsort(load[part], kind="mergesort")]
-        kept, left = lightest[~changed[lightest]], 0
-        for place in range(count):
-            at = place - left
-            if at == len(kept) or (left < len(part) and load[part[left]] < load[kept[at]]):
-                lightest[place] = part[left]
-                left += 1
-            else:
-                lightest[place] = kept[at]
-        changed[:], len_touched[0] = False, 0
-
     looks, state, age = _LOOKS * (count + _LOOKS), 1, 0
     while looks > 0:
-        heavy = heaviest()
+        heavy = int(np.argmax(load))
         most = load[heavy] * _LOWER
         if load[heavy] <= target:
             break
         age += 1
         if age > _FRESH:
-            sort_again()
+            lightest = lightest[np.argsort(load[lightest], kind="mergesort")]
             age = 0
         # The best swap with some of the lightest parts, or else with any other.
         best, light, x, y = most, -1, -1, -1
@@ -404,20 +346,13 @@ def deal_waves(costs: FloatArray, heaviest: IntArray) -> IntArray:
     waves, ranks = costs.shape
     pack = np.empty((waves, ranks), np.int64)  # the pack that each rank runs in each wave
     load = np.zeros(ranks)
-    lightest = np.empty(ranks, np.int64)  # a heap of the ranks, the least load first
     for w in range(waves):
-        for r in range(ranks):
-            lightest[r] = r
-            rise(lightest, r + 1, load, True)
+        lightest = np.argsort(load, kind="mergesort")
         for i in range(ranks):
-            left = ranks - 1 - i
-            r = lightest[0]
-            lightest[0] = lightest[left]
-            sink(lightest, left, load, 0, True)
-            pack[w, r] = heaviest[w, i]
-            load[r] += costs[w, heaviest[w, i]]
+            pack[w, lightest[i]] = heaviest[w, i]
+            load[lightest[i]] += costs[w, heaviest[w, i]]
     for _ in range(_SWAPS):
-        heavy = np.argmax(load)
+        heavy = int(np.argmax(load))
         best, best_w, best_r = load[heavy] * (1 - 1e-9), -1, -1
         for r in range(ranks):
             if (load[heavy] + load[r]) / 2 >= best:

@@ -33,9 +33,6 @@ from evenstep.planning.construct import (
 from evenstep.planning.kernels import kernel
 from evenstep.planning.partition import partition
 from evenstep.planning.units import Problem, Units
-from evenstep.planning.vector_packing import spread_units
-
-_ANY = 2**62  # more slots than any pack has
 
 
 def in_order(units: Units, recipe: Recipe, wanted: int | None) -> tuple[IntArray, int]:
@@ -54,62 +51,22 @@ def packs_in_order(units: Units, recipe: Recipe) -> IntArray:
     if recipe.topology.equal_widths:
         widest = np.full_like(widest, widest.max(initial=0))
     capacity, most = recipe.layout.pack_bounds(recipe, widest)
-    capacity = _ANY if capacity is None else capacity
-    return fill_in_order(units.size, capacity, units.count, most, units.extra, units.caps)
-
-
-@kernel
-def fill_in_order(
-    sizes: IntArray,
-    capacity: int,
-    counts: IntArray,
-    most: IntArray,
-    extra: FloatArray,
-    caps: FloatArray,
-) -> IntArray:
-    """The pack of each unit. A new pack starts when the next unit would exceed a bound.
-
-    A pack holds `capacity` slots, `caps[d]` of each further limit, and at most `most[u]` segments
-    if it holds unit u. A unit that exceeds a bound by itself gets its own pack.
-
-    >>> none = np.zeros((4, 0))
-    >>> fill_in_order(np.array([3, 2, 4, 1]), 5, np.ones(4, int), np.full(4, 9), none, none[0])
-    array([0, 0, 1, 1])
-    """
-    n = sizes.shape[0]
-    pack_of = np.empty(n, np.int64)
-    pack, begun = 0, False
-    size, count, least = 0, 0, 0
-    held = np.zeros(caps.shape[0])
-    for u in range(n):
-        over = size + sizes[u] > capacity or count + counts[u] > min(least, most[u])
-        for d in range(caps.shape[0]):
-            over = over or held[d] + extra[u, d] > caps[d]
-        if not begun or over:
-            pack += begun
-            begun = True
-            size, count, least = 0, 0, most[u]
-            held[:] = 0
-        pack_of[u] = pack
-        size += sizes[u]
-        count += counts[u]
-        least = min(least, most[u])
-        for d in range(caps.shape[0]):
-            held[d] += extra[u, d]
-    return pack_of
+    taken, caps = units.extra, units.caps
+    if capacity is not None:
+        taken, caps = np.column_stack((units.size, taken)), np.append(float(capacity), caps)
+    ends = greedy_cuts(units.count[:, None], most, taken[:, None], caps)
+    return np.searchsorted(ends, np.arange(len(units)), "right")
 
 
 def bins_dealt(problem: Problem, waves: int) -> IntArray:
     """A packer's bins, or those of best fit, dealt by the recipe's balance."""
     recipe, packs = problem.recipe, waves * problem.per_wave
-    packer = recipe.layout.packer or BEST_FIT
-    bins = fill_bins(problem.units, problem.capacity, packer, recipe.seed, packs)
-    return of_bins(problem, bins, waves)
+    return of_bins(problem, fill_bins(problem, recipe.layout.packer or BEST_FIT, packs), waves)
 
 
 def spread_out(problem: Problem, waves: int) -> IntArray:
     """Units spread over all packs within their limits, dealt by the recipe's balance."""
-    bins = spread_units(problem.units, problem.capacity, waves * problem.per_wave)
+    bins = problem.limited.spread(waves * problem.per_wave)
     return NONE if bins is None else of_bins(problem, bins, waves)
 
 
@@ -155,12 +112,8 @@ def deal_equal(units: Units, ranks: int, balance: str = "lpt") -> IntArray:
     """
     if int(units.count.max(initial=1)) == int(units.count.min(initial=1)):
         return partition(units.cost, ranks, balance, equal_sizes=True)
-    rank_of = np.empty(len(units), np.int64)
-    held = [(0, 0.0, rank) for rank in range(ranks)]
-    for unit in np.lexsort((-units.cost, -units.count)).tolist():
-        count, cost, rank = heapq.heappop(held)
-        rank_of[unit] = rank
-        heapq.heappush(held, (count + int(units.count[unit]), cost + units.cost[unit], rank))
+    share = units.cost / (2 * max(float(units.cost.sum()), 1e-300))  # decides between equal counts
+    rank_of = partition(units.count + share, ranks, "lpt")
     by_count = partition(units.count, ranks) if _unevenness(rank_of, units, ranks) > 1 else rank_of
     return by_count if _unevenness(by_count, units, ranks) <= 1 else rank_of
 
@@ -248,34 +201,36 @@ def cut_greedy(
 
 @kernel
 def greedy_cuts(rows: IntArray, most: IntArray, extra: FloatArray, caps: FloatArray) -> IntArray:
-    """The ends of the micro-batches, the same for all ranks, cut as late as the budget allows.
+    """The ends of the micro-batches, the same for all ranks, cut as late as the limits allow.
 
-    rows[t, r] and extra[t, r] describe the unit that rank r gets in turn t. `most[t]` rows fit at
-    the width of the widest unit of turn t over all ranks.
+    rows[t, r] and extra[t, r] describe the unit that rank r gets in turn t. A micro-batch holds at
+    most `most[t]` rows if turn t is in it, and `caps[d]` of each further limit. A turn that exceeds
+    a limit by itself gets its own.
+
+        rows of 1 on one rank, most [9, 9, 9, 2], extra [3, 2, 4, 1] of at most 5 -> ends [2, 4]
     """
     turns, ranks = rows.shape
     ends = np.empty(turns, np.int64)
-    count = 0
+    count, begun, least = 0, 0, 0
     held_rows = np.zeros(ranks, np.int64)
     held = np.zeros((ranks, caps.shape[0]))
-    begun = False
     for t in range(turns):
         over = False
         for r in range(ranks):
-            over = over or held_rows[r] + rows[t, r] > most[t]
+            over = over or held_rows[r] + rows[t, r] > min(least, most[t])
             for d in range(caps.shape[0]):
                 over = over or held[r, d] + extra[t, r, d] > caps[d]
-        if over and begun:
+        if over and t > begun:
             ends[count] = t
-            count += 1
+            count, begun = count + 1, t
             held_rows[:] = 0
             held[:] = 0
-        begun = True
+        least = most[t] if t == begun else min(least, most[t])
         for r in range(ranks):
             held_rows[r] += rows[t, r]
             for d in range(caps.shape[0]):
                 held[r, d] += extra[t, r, d]
-    if begun:
+    if turns:
         ends[count] = turns
         count += 1
     return ends[:count]

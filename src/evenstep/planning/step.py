@@ -33,7 +33,7 @@ from evenstep.planning.construct import (
     waves_first,
     width_for,
 )
-from evenstep.planning.padded import count_cuts, cut_rows, problem_of
+from evenstep.planning.padded import count_cuts, cut_rows, exchanged, problem_of
 from evenstep.planning.policies import (
     bins_dealt,
     check_equal,
@@ -56,7 +56,6 @@ from evenstep.planning.units import (
     more_counts,
     without_empty,
 )
-from evenstep.planning.vector_packing import spread_units
 
 Construction: TypeAlias = Callable[[Problem, int], IntArray]
 """(problem, waves) -> the address of each unit; empty if units do not fit that way."""
@@ -114,12 +113,13 @@ def decide_step(
     elif cut.cut == "greedy":
         address, waves, widths = cut_greedy(units, cut, recipe, wanted)
         row = np.argsort(np.argsort(units.widest, kind="stable"))[units.of_segment]
-    elif recipe.equal_sizes:
-        address, waves = _cut_by_rank(units, recipe, cut, aligned, wanted)
     else:
         problem = problem_of(units, recipe, cut, aligned)
+        if recipe.equal_sizes:
+            address, waves = _cut_by_rank(problem, units, cut, wanted)
+        else:
+            address, waves = cut_rows(problem, cut, wanted)
         units = problem.units
-        address, waves = cut_rows(problem, cut, wanted)
     ranks, rows = recipe.topology.dp, recipe.layout.packs_per_micro_batch
     if recipe.equal_sizes:
         check_equal(address // rows % ranks, units, ranks)
@@ -158,33 +158,34 @@ def _packing_problem(units: Units, recipe: Recipe, aligned: IntArray) -> Problem
 
 
 def _cut_by_rank(
-    units: Units, recipe: Recipe, layout: Padded, aligned: IntArray, wanted: int | None
+    problem: Problem, units: Units, layout: Padded, wanted: int | None
 ) -> tuple[IntArray, int]:
-    """Equally many segments on each rank, cut rank by rank; the fastest number of waves."""
-    ranks, problem = recipe.topology.dp, Problem(recipe, units, aligned, units.count)
-    refined = recipe.balance == "refined"
-    # The fastest cuts of each rank, and those with the fewest slots, which are more alike.
-    settings = [recipe, *([replace(recipe, balance="lpt", min_saving=None)] if refined else [])]
+    """Equally many segments on each rank, cut rank by rank and then exchanged; the fastest number
+    of waves. Ranks are dealt the `units` as they come, as where steps are sized."""
+    recipe, ranks = problem.recipe, problem.ranks
+    number = np.empty(len(units), np.int64)  # of each unit, among those of the problem
+    number[units.of_segment] = problem.units.of_segment
 
-    def cut(waves: int) -> tuple[float, IntArray, int]:
-        tried = []
-        for setting in settings:
-            address, count = _cut_ranks(units, setting, layout, waves, recipe.balance)
-            most = recipe.steps.micro_batches
-            if most is not None and count > most:  # "lpt" needs no more: steps are sized with it
-                address, count = _cut_ranks(units, setting, layout, waves, "lpt")
-            tried.append((problem.time(problem.works(address, count)), address, count))
-        return min(tried, key=lambda each: (each[2], each[0]))
+    def cut(waves: int) -> Packing:
+        address, count = _cut_ranks(units, recipe, layout, waves, recipe.balance)
+        if count > (recipe.steps.micro_batches or count):
+            # "lpt" needs no more: steps are sized with it.
+            address, count = _cut_ranks(units, recipe, layout, waves, "lpt")
+        by_number = np.empty_like(address)
+        by_number[number] = address
+        return Packing(by_number, count, problem.time(problem.works(by_number, count)))
 
     counts = [wanted] if wanted is not None else []
     if wanted is None:
         fewest = max(count_cuts(part, layout, recipe) for part in _parts(units, ranks, "lpt"))
         counts = [rounded_up(max(fewest, 1), recipe.topology.multiple)]
     tried = [cut(counts[0])]
-    if wanted is None and refined and not layout.static:
-        tried += [cut(waves) for waves in more_counts(tried[0][2], recipe)]
-    _, address, waves = tried[first_worth([each[0] for each in tried], recipe.saving)]
-    return address, waves
+    if wanted is None and recipe.balance == "refined" and not layout.static:
+        tried += [cut(waves) for waves in more_counts(tried[0].waves, recipe)]
+    best = tried[first_worth([each.time for each in tried], recipe.saving)]
+    if recipe.balance == "refined":
+        best = exchanged(problem, best, problem.quick_floor, SEARCHED)
+    return best.address, best.waves
 
 
 def _parts(units: Units, ranks: int, balance: str) -> list[Units]:
@@ -238,7 +239,8 @@ def count_needed(units: Units, recipe: Recipe, packs: int) -> int:
     def count(part: Units, most: int) -> int:
         if cut is not None:
             return count_cuts(part, cut, recipe)
-        return len(fill_bins(part, capacity, packer, recipe.seed, most)) if len(part) else 0
+        own = Problem(recipe, part, part.widest, capacity)
+        return len(fill_bins(own, packer, most)) if len(part) else 0
 
     if recipe.equal_sizes:
         parts = _parts(sized, ranks, "lpt")
@@ -331,13 +333,13 @@ def _counts(problem: Problem, wanted: int | None, tried: list[Packing]) -> Itera
         enough = len(units) if sized is None else sized * per_wave
         too_few = waves - multiple
         # Under further limits, units that are spread may need far fewer packs than filled ones.
-        if not len(units.caps) or spread_units(units, capacity, waves * per_wave) is None:
-            bins = fill_bins(units, capacity, packer, recipe.seed, enough)
+        if not len(units.caps) or problem.limited.spread(waves * per_wave) is None:
+            bins = fill_bins(problem, packer, enough)
             waves = max(waves, rounded_up(len(bins), per_count) // per_wave)
         while len(units.caps) and waves - too_few > max(multiple, waves // SPARED):
             middle = too_few + rounded_up((waves - too_few) // 2, multiple)
             middle = middle if middle < waves else middle - multiple
-            fits = spread_units(units, capacity, middle * per_wave) is not None
+            fits = problem.limited.spread(middle * per_wave) is not None
             too_few, waves = (too_few, middle) if fits else (middle, waves)
     while not tried:
         yield waves

@@ -28,6 +28,7 @@ from evenstep.core.ragged import (
 from evenstep.core.recipe import Overflow, Recipe
 from evenstep.errors import PlanError
 from evenstep.planning.exchange import Shape, exchange, fill_empty, search_all
+from evenstep.planning.vector_packing import LimitedPacker
 
 Phases: TypeAlias = tuple[tuple[int, float, int], ...]
 """Of each phase of exchanges: the norm as a power of two, looseness, tries."""
@@ -300,12 +301,14 @@ class Problem:
         works: tuple[FloatArray, FloatArray] | None = None,
         times: int = 1,
         seed: int = 0,
+        shape: Shape | None = None,
     ) -> IntArray:
         """The addresses after phases of exchanges, with `times` as many tries; never slower.
 
-        `works` are what exchanges even out, by default the units' cost and second work.
+        `works` are what exchanges even out, by default the units' cost and second work. `shape` is
+        that of the packs if it is not the problem's.
         """
-        units, shape = self.units, self.shape(waves, address)
+        units, shape = self.units, shape or self.shape(waves, address)
         cost, second = works or (units.cost, units.second)
         for squarings, loose, tries in phases:
             address, _ = exchange(
@@ -392,6 +395,12 @@ class Problem:
     def is_within(self, time: float, waves: int, share: float) -> bool:
         """Whether a time is at most `share` times the floor."""
         return time <= self.quick_floor(waves) * share or time <= self.floor(waves) * share
+
+    @cached_property
+    def limited(self) -> LimitedPacker:
+        """Packs all units under the further limits."""
+        units = self.units
+        return LimitedPacker(units.size, units.extra, self.capacity, units.caps)
 
     @cached_property
     def fewest_packs(self) -> int:

@@ -5,7 +5,7 @@ Item i takes `taken[i, d]` of limit d, of which a pack holds `caps[d]`. Slots ar
     sizes [5, 5, 4] of 10 slots, patches [3, 3, 0] of 4 -> taken [[5, 3], [5, 3], [4, 0]]
     caps [10, 4]: items 0 and 1 have the slots to share a pack, but not the patches
 
-`LimitedPacker` opens packs one by one and needs few of them. `spread_units` fills a given number of
+`LimitedPacker.bins` opens packs one by one and needs few of them; `spread` fills a given number of
 packs side by side. Packs that are filled one after the other reach one limit while there is room
 under another: with at most seven segments per pack, the last packs hold seven short segments and
 few tokens. Spread over all packs, every limit is used evenly.
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from threading import local
 
 import numpy as np
 
 from evenstep.core.bounds import bins_bound
 from evenstep.core.ragged import FloatArray, IntArray, Ragged, divided_up
 from evenstep.planning.kernels import kernel, sink
-from evenstep.planning.units import Units
 
 _SCORES = (1, 3, 2, 0)  # of `scored_fit_kernel`, the best on average first
 _FEW = 512  # items up to which all scores are tried; beyond, one finds nearly as few bins
@@ -30,51 +28,22 @@ _PART = 1024  # items packed together: scoring every bin takes items x bins step
 _WHOLE = 2**24  # items x bins up to which all items are packed together once: about 8 ms
 _CHOICE = 4  # packs with room that a unit chooses from when it is spread
 _LOOK = 64  # packs tried to find them, from the emptiest on
-_LATEST = local()  # what this thread packed last: the arrays, their packer and its key
-
-
-def vector_pack(
-    sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray, enough: int = 0
-) -> Ragged:
-    """The items of each bin. Item i takes `sizes[i]` of `capacity` and `extra[i, d]` of `caps[d]`.
-
-    An item that exceeds a limit by itself has a bin of its own. The search ends when the number of
-    bins is the lower bound, or at most `enough`. The same arrays may be packed again for another
-    number of bins: what was packed is kept. So do not change them in between.
-
-    >>> patches = np.array([[3.0], [3.0], [0.0], [0.0]])
-    >>> vector_pack(np.array([5, 5, 5, 4]), patches, 10, np.array([4.0])).tolist()
-    [[0, 2], [1, 3]]
-    """
-    return _packer(sizes, extra, capacity, caps).bins(enough)
-
-
-def spread_units(units: Units, capacity: int, packs: int) -> Ragged | None:
-    """The units of each of `packs` packs, within all limits; None if a unit fits nowhere.
-
-    Units are taken by the sum of their shares of all limits, largest first. Units that exceed a
-    limit by themselves come before all others. What was spread is kept, as in `vector_pack`.
-    """
-    return _packer(units.size, units.extra, capacity, units.caps).spread(packs)
-
-
-def _packer(sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray) -> LimitedPacker:
-    """The packer of these arrays: the latest one if it is theirs."""
-    key = (id(sizes), id(extra), id(caps), capacity)
-    if getattr(_LATEST, "key", None) != key:
-        _LATEST.packer, _LATEST.key = LimitedPacker(sizes, extra, capacity, caps), key
-        _LATEST.arrays = sizes, extra, caps  # kept, so that no other array has their ids
-    packer: LimitedPacker = _LATEST.packer
-    return packer
 
 
 class LimitedPacker:
     """Few bins under several limits. It can be asked again: what it packed once is kept.
 
+    Item i takes `sizes[i]` of `capacity` and `extra[i, d]` of `caps[d]`. An item that exceeds a
+    limit by itself has a bin of its own.
+
     Best fit has several forms where an item takes of more than one limit: in which order items are
     taken, and which bin fits best. None is best for all inputs, so they are tried one after the
     other while there are too many bins; last, items are spread over fewer bins. An answer does not
     depend on what was asked before.
+
+    >>> patches = np.array([[3.0], [3.0], [0.0], [0.0]])
+    >>> LimitedPacker(np.array([5, 5, 5, 4]), patches, 10, np.array([4.0])).bins().tolist()
+    [[0, 2], [1, 3]]
     """
 
     def __init__(self, sizes: IntArray, extra: FloatArray, capacity: int, caps: FloatArray) -> None:
@@ -94,7 +63,8 @@ class LimitedPacker:
         return bins_bound(self._taken, self._caps) if len(self._caps) else 1
 
     def bins(self, enough: int = 0) -> Ragged:
-        """The first packing with at most `enough` bins, or the one with the fewest."""
+        """The first packing with at most `enough` bins, or as many as a lower bound, or the one
+        with the fewest."""
         enough -= len(self._alone)
         for packing in self._all():
             if _count(packing) <= enough or _count(packing) <= self._bound:
@@ -106,7 +76,11 @@ class LimitedPacker:
         return Ragged.group(bin_of, bins + len(self._alone))
 
     def spread(self, packs: int) -> Ragged | None:
-        """The items of each of `packs` packs, spread over them; None if an item fits nowhere."""
+        """The items of each of `packs` packs, spread over them; None if an item fits nowhere.
+
+        Items are taken by the sum of their shares of all limits, largest first. Those that exceed
+        a limit by themselves come before all others.
+        """
         if packs not in self._spread:
             taken, caps = self._limits
             pack_of = spread_kernel(taken, self._largest_first, caps, packs)
