@@ -93,7 +93,7 @@ class Stream(ABC):
     def __iter__(self) -> Iterator[Step]:
         self._now = None
         for step in self.walk():
-            self._now = step.cursor
+            self.passed(step.cursor)
             yield step
 
     @abstractmethod
@@ -130,10 +130,31 @@ class Stream(ABC):
 
     _now: Cursor | None = None  # after the last step that was yielded; None: at the start
     _iterated = False  # since the start was set
+    moves = 0
+    """How often the start was set."""
+    shared_moves: Any = None
+    """An array in shared memory that holds `moves` for workers, which have copies of this stream;
+    None if nothing has asked for it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has moves of its own."""
+        return {**vars(self), "shared_moves": None}
 
     def _restart(self) -> None:
         """Called whenever the start is set."""
         self._now, self._iterated = None, False
+        self.moves += 1
+        if self.shared_moves is not None:
+            self.shared_moves[0] = self.moves
+
+    def passed(self, cursor: Cursor) -> None:
+        """Record the position after a step that was yielded, by this stream or a loader of it."""
+        self._now, self._iterated = cursor, True
+
+    def now(self, workers: int = 1) -> Cursor:
+        """The cursor after the last step that was yielded, or before the first one, for this
+        number of workers."""
+        return self.start(workers) if self._now is None else self._now
 
     @property
     @abstractmethod
@@ -151,7 +172,7 @@ class Stream(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the last step that was yielded, as plain data."""
-        return (self.start() if self._now is None else self._now).to_dict()
+        return self.now().to_dict()
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
