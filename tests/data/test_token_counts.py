@@ -380,3 +380,27 @@ def test_a_pair_of_which_one_chat_has_no_tokens_is_refused(
     corpus = Corpus(paths=str(path), format="pairs", tokenizer=str(tmp_path))
     with pytest.raises(InputError, match=r"pairs.jsonl, line 2: the chosen .* has no tokens"):
         corpus.stored(tmp_path / "pairs.tokens")
+
+
+def test_masks_by_spans_are_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2, 3], "loss_masking_spans": [[0, 2]]}) + "\n")
+    with pytest.raises(InputError, match=r"sample 0: .* has 'loss_masking_spans', which would be"):
+        Corpus(paths=str(path)).stored(tmp_path / "rows.tokens")
+    path.write_text(json.dumps({"text": "abc", "loss_masking_spans": [[0, 2]]}) + "\n")
+    with pytest.raises(InputError, match="has 'loss_masking_spans', but only 'text' is read"):
+        Corpus(paths=str(path)).stored(tmp_path / "rows.tokens")
+
+
+def test_a_byte_order_mark_is_no_token(tmp_path: Path) -> None:
+    for name, mark in (("a", b""), ("b", b"\xef\xbb\xbf")):
+        for path, content in (("x.txt", "abé".encode()), ("y.jsonl", b'{"text": "c"}\n')):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / path).write_bytes(mark + content)
+    for path in ("x.txt", "y.jsonl"):
+        stored = [
+            Corpus(paths=str(tmp_path / name / path)).stored(tmp_path / f"{name}{path}")
+            for name in "ab"
+        ]
+        assert stored[0].fingerprint == stored[1].fingerprint
+    assert Corpus(paths=str(tmp_path / "b" / "x.txt")).token_counts(workers=1).tolist() == [4]

@@ -30,6 +30,7 @@ from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.text import counted, short_repr
 from evenstep.data.source import (
     LOSS_MASKS,
+    SPANS,
     Draw,
     ItemTransform,
     Progress,
@@ -448,7 +449,7 @@ class RowSource(Shards, TransformedItems):
 
 def _check_masks(row: Mapping[str, Any], field: str) -> None:
     """Raise if a row says which tokens are trained, and that would be lost."""
-    for name in ("labels", *LOSS_MASKS):
+    for name in ("labels", SPANS, *LOSS_MASKS):
         value = row.get(name)
         if value is None or (name == "labels" and not isinstance(value, list)):
             continue  # a label of the whole text is not about tokens
@@ -517,8 +518,9 @@ class ParquetText(RowSource):
 
     `paths` is a path, a pattern such as `"data/*.parquet"`, or a list of either. Matches of a
     pattern are sorted; a list keeps its order. An item is `transform(row)`, one sample or a list of
-    several; without a transform, the tokens of `field` (default: `text`), and no other column is
-    read. A transform may have parameters named `sample_id`, `epoch` and `seed` (see `Draw`).
+    several; without a transform, the tokens of `field` (default: `text`). Of other columns only
+    labels and loss masks are read, under the rules of `Jsonl`. A transform may have parameters
+    named `sample_id`, `epoch` and `seed` (see `Draw`).
 
     Footers are read on first use. Parquet is decoded by row group, and the last four groups are
     cached. So reading in order is fast, but reading in shuffled order decodes a group for almost
@@ -542,11 +544,15 @@ class ParquetText(RowSource):
         """(file, row group) -> its table, from the cache if possible. One thread decodes at a
         time."""
         lock = threading.Lock()
-        columns = None if self.transform.function else [self.field]
+        names = [] if self._counting else ["labels", SPANS, *LOSS_MASKS]
 
         @lru_cache(_GROUPS_KEPT)
         def decoded(path: Path, group: int) -> Any:
             with reading_parquet(path) as parquet, parquet.ParquetFile(path) as opened:
+                columns = None
+                if self.transform.function is None:
+                    known = opened.schema_arrow.names
+                    columns = [self.field, *(name for name in names if name in known)]
                 return opened.read_row_group(group, columns=columns)
 
         def table(path: Path, group: int) -> Any:

@@ -165,6 +165,9 @@ LOSS_MASKS = (
 several systems. A token counts if no mask that the sample has is 0. An entry belongs to the token
 that is predicted, not to the one before it."""
 
+SPANS = "loss_masking_spans"
+"""The key of a sample with (begin, end) pairs of tokens that do not count in the loss."""
+
 _SPELLINGS = {name.replace("_", ""): name for name in LOSS_MASKS}
 _OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # endings; say nothing about the loss
 
@@ -425,7 +428,7 @@ def loss_labels_of(sample: Any, start: int, end: int, stop: int) -> NDArray[np.b
             counted &= (mask[labels] if mask.ndim else mask) != 0
         if "labels" in sample:
             counted &= _array(sample["labels"])[labels] != -100
-        for span in sample.get("loss_masking_spans", ()):
+        for span in sample.get(SPANS, ()):
             counted[slice(*(max(int(edge) - labels.start, 0) for edge in span))] = False
     except (LookupError, TypeError, ValueError) as error:
         raise InputError(

@@ -36,6 +36,7 @@ from evenstep.core.text import one_of
 from evenstep.data.files import Paths, Shards, files_digest, files_of
 from evenstep.data.source import (
     LOSS_MASKS,
+    SPANS,
     Sample,
     SampleSource,
     check_items,
@@ -283,7 +284,7 @@ class TokenFileWriter:
                 f"the names of {len(self._columns)} columns do not fit into a header of "
                 f"{HEADER_SIZE} bytes. Use fewer columns or shorter names."
             )
-        self._lost = [name for name in ("labels", *LOSS_MASKS) if name not in dtypes]
+        self._lost = [name for name in ("labels", SPANS, *LOSS_MASKS) if name not in dtypes]
         self._sections: dict[str, _Section] = {}
         self._temporary = self.path
         self._samples = self._tokens = 0
@@ -317,6 +318,8 @@ class TokenFileWriter:
         for name in self._lost:
             if name in row:
                 remedy = f"Pass columns={{{name!r}: np.{'int32' if name == 'labels' else 'uint8'}}}"
+                if name == SPANS:
+                    remedy = "Write these tokens as 0 of a 'loss_mask'"
                 raise self._refused(
                     f"has {name!r}, which would be lost", f"{remedy}, or remove it."
                 )
