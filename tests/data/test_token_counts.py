@@ -404,3 +404,27 @@ def test_a_byte_order_mark_is_no_token(tmp_path: Path) -> None:
         ]
         assert stored[0].fingerprint == stored[1].fingerprint
     assert Corpus(paths=str(tmp_path / "b" / "x.txt")).token_counts(workers=1).tolist() == [4]
+
+
+def test_a_file_is_read_once_however_its_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("abc")
+    (tmp_path / "linked").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    paths = ("texts", str(folder), "texts/../texts/a.txt", "linked/*.txt")
+    for validation in (None, (str(folder / "a.txt"),)):
+        corpus = Corpus(paths=paths, validation=validation)
+        if validation is None:
+            assert corpus.token_counts(workers=1).tolist() == [3]
+        else:
+            assert "is also a file of data.paths" in corpus.faults()[0]
+
+
+def test_a_broken_link_in_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileError, match=r"b.txt is a link to a file that does not exist"):
+        Corpus(paths=str(tmp_path)).token_counts()

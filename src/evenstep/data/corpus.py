@@ -84,15 +84,15 @@ def corpus_files(paths: Iterable[str]) -> list[Path]:
 
     A saved Hugging Face dataset is named by its folder, and a Megatron pair by its `.idx` file.
     """
-    files: dict[Path, None] = {}
+    files: dict[Path, Path] = {}  # by folder without links, and name
     for path in paths:
         new = [file for match in matches(path) for file in _files(match)]
         if not new:
             raise FileError(f"data.paths: {path} has no files. Check the path.")
         for file in new:
             refuse_compressed(file)
-        files.update(dict.fromkeys(new))
-    return list(files)
+            files.setdefault(file.parent.resolve() / file.name, file)
+    return list(files.values())
 
 
 def _files(path: Path) -> list[Path]:
@@ -102,6 +102,10 @@ def _files(path: Path) -> list[Path]:
         inner = [each for each in sorted(path.iterdir()) if not each.name.startswith(".")]
         shown = [each for each in inner if not (each.is_symlink() and each.is_dir())]
         return [file for each in shown for file in _files(each)]
+    if path.is_symlink() and not path.exists():
+        raise FileError(
+            f"{path} is a link to a file that does not exist. Remove the link, or restore the file."
+        )
     if path.is_file():
         index = path.with_suffix(".idx")
         return [index if path.suffix == ".bin" and index.is_file() else path]
