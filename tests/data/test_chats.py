@@ -247,9 +247,7 @@ def test_messages_in_columns_have_no_keys_of_other_messages(tmp_path: Path) -> N
     from datasets import Dataset
 
     calls = "{% if 'tool_calls' in m %}{{ m['tool_calls'] | tojson }}{% endif %}"
-    tokenizer_of(
-        tmp_path, MARKED.replace("{% if m['role']", f"{calls}{{% if m['role']")
-    )
+    tokenizer_of(tmp_path, MARKED.replace("{% if m['role']", f"{calls}{{% if m['role']"))
     calling, folder = {**YES, "tool_calls": CALLS}, str(tmp_path / "tokenizer")
     rows = [
         {"messages": [USER, calling], "chosen": [USER, calling], "rejected": [USER, NO]},

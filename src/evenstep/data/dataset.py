@@ -480,6 +480,15 @@ def is_source(value: object) -> bool:
     return _has(value, *_BY_INDEX) or _has(value, *_IN_ORDER)
 
 
+def wrapped_fingerprint(source: object) -> str | None:
+    """The fingerprint of the source that a source wraps, and of those inside it; None if it wraps
+    none."""
+    inside: list[str] = []
+    while is_source(source := getattr(source, "dataset", None)):
+        inside.append(str(getattr(source, "fingerprint")))  # noqa: B009
+    return ",".join(inside) or None
+
+
 _BY_INDEX = ("fingerprint", "__len__", "__getitem__")
 _IN_ORDER = ("fingerprint", "open", "decode")
 _REMEDIES = {

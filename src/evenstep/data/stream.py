@@ -18,6 +18,7 @@ from evenstep.core.ragged import offsets_of, rounded_up, sample_name
 from evenstep.core.recipe import Recipe, World
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import one_of, seed_number, truth_value, whole_number
+from evenstep.data.dataset import wrapped_fingerprint
 from evenstep.data.pool import micro_batch
 from evenstep.data.source import (
     ALL_DIGESTED,
@@ -225,9 +226,24 @@ class Stream(ABC):
             # that was edited usually has another length.
             known = cast("MeasuredSource", source)
             identity["lengths"] = column_digest(known.lengths_of, len(known), ALL_DIGESTED)
+        inside = wrapped_fingerprint(source) if name is None else None
+        if inside is not None:  # a wrapper's own covers some samples, that of files the rest
+            identity["wrapped data"] = inside
         if is_seeded(source):
             identity["seed of samples"] = str(self.seed)
         return identity
+
+
+_LATER = ("lengths", "wrapped data", "all groups")  # than version 0.1.0
+
+
+def known_to(cursor: Cursor, identity: Mapping[str, str]) -> dict[str, str]:
+    """An identity without what releases before the one that wrote the cursor did not compare."""
+    return {
+        name: value
+        for name, value in identity.items()
+        if name not in _LATER or name in cursor.identity
+    }
 
 
 def world_for(recipe: Recipe, world: World | None) -> World:
