@@ -37,7 +37,8 @@ from evenstep.data.files import (
     refuse_compressed,
 )
 from evenstep.data.source import (
-    LOSS_MASKS,
+    SPANS,
+    TARGETS,
     Progress,
     Sample,
     SampleSource,
@@ -854,7 +855,7 @@ def _read_text(tokenize: Tokenize, path: Path) -> Sample:
 
 def _trained(sample: Sample) -> set[str]:
     """The names of the labels and loss masks that a sample has."""
-    return {name for name in ("labels", *LOSS_MASKS) if name in sample}
+    return {name for name in TARGETS if name in sample and name != SPANS}
 
 
 def _stored_type(name: str, values: Any) -> np.dtype[Any]:

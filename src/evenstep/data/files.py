@@ -29,8 +29,7 @@ from evenstep.core.plan_file import reading
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.text import counted, short_repr
 from evenstep.data.source import (
-    LOSS_MASKS,
-    SPANS,
+    TARGETS,
     Draw,
     ItemTransform,
     Progress,
@@ -449,7 +448,7 @@ class RowSource(Shards, TransformedItems):
 
 def _check_masks(row: Mapping[str, Any], field: str) -> None:
     """Raise if a row says which tokens are trained, and that would be lost."""
-    for name in ("labels", SPANS, *LOSS_MASKS):
+    for name in TARGETS:
         value = row.get(name)
         if value is None or (name == "labels" and not isinstance(value, list)):
             continue  # a label of the whole text is not about tokens
@@ -544,7 +543,7 @@ class ParquetText(RowSource):
         """(file, row group) -> its table, from the cache if possible. One thread decodes at a
         time."""
         lock = threading.Lock()
-        names = [] if self._counting else ["labels", SPANS, *LOSS_MASKS]
+        names = () if self._counting else TARGETS
 
         @lru_cache(_GROUPS_KEPT)
         def decoded(path: Path, group: int) -> Any:

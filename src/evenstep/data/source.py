@@ -167,6 +167,8 @@ that is predicted, not to the one before it."""
 
 SPANS = "loss_masking_spans"
 """The key of a sample with (begin, end) pairs of tokens that do not count in the loss."""
+TARGETS = ("labels", SPANS, *LOSS_MASKS)
+"""All keys that say which tokens count in the loss, or what is predicted there."""
 
 _SPELLINGS = {name.replace("_", ""): name for name in LOSS_MASKS}
 _OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # endings; say nothing about the loss

@@ -35,8 +35,8 @@ from evenstep.core.ragged import IntArray, offsets_of, rounded_up
 from evenstep.core.text import one_of
 from evenstep.data.files import Paths, Shards, files_digest, files_of
 from evenstep.data.source import (
-    LOSS_MASKS,
     SPANS,
+    TARGETS,
     Sample,
     SampleSource,
     check_items,
@@ -284,7 +284,7 @@ class TokenFileWriter:
                 f"the names of {len(self._columns)} columns do not fit into a header of "
                 f"{HEADER_SIZE} bytes. Use fewer columns or shorter names."
             )
-        self._lost = [name for name in ("labels", SPANS, *LOSS_MASKS) if name not in dtypes]
+        self._lost = [name for name in TARGETS if name not in dtypes]
         self._sections: dict[str, _Section] = {}
         self._temporary = self.path
         self._samples = self._tokens = 0
