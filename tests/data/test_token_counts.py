@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 
 from evenstep.data import Corpus
 from evenstep.errors import ConfigError, FileError, InputError
@@ -428,3 +431,27 @@ def test_a_broken_link_in_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "b.txt").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FileError, match=r"b.txt is a link to a file that does not exist"):
         Corpus(paths=str(tmp_path)).token_counts()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+@pytest.mark.parametrize("field", ["input_ids", "ids"])
+def test_padding_is_not_stored_as_tokens(tmp_path: Path, kind: str, field: str) -> None:
+    """An attention mask of zeros says that tokens are padding, which would be trained."""
+
+    def corpus(folder: Path, mask: list[int]) -> Corpus:
+        folder.mkdir()
+        row = {field: [5, 6, 0], "attention_mask": mask}
+        if kind == "jsonl":
+            (folder / "a.jsonl").write_text(json.dumps(row) + "\n")
+        elif kind == "parquet":
+            pq.write_table(
+                pa.table({name: [value] for name, value in row.items()}), folder / "a.parquet"
+            )
+        else:
+            Dataset.from_list([row]).save_to_disk(str(folder))
+        return Corpus(paths=str(folder), field=field)
+
+    stored = corpus(tmp_path / "whole", [1, 1, 1]).stored(tmp_path / "whole.tokens")
+    assert stored[0]["input_ids"].tolist() == [5, 6, 0]
+    with pytest.raises(InputError, match="'attention_mask' hides tokens"):
+        corpus(tmp_path / "padded", [1, 1, 0]).stored(tmp_path / "padded.tokens")

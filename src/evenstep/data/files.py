@@ -37,6 +37,7 @@ from evenstep.data.source import (
     Transform,
     TransformedItems,
     digest_of,
+    hides_tokens,
     spread,
 )
 from evenstep.errors import ConfigError, EvenstepError, FileError, InputError
@@ -381,6 +382,11 @@ class RowSource(Shards, TransformedItems):
             _check_masks(row, field)
         if not isinstance(value, str):
             tokens = self._token_list(value, field)
+            if not self._counting and hides_tokens(row):
+                raise InputError(
+                    "'attention_mask' hides tokens, which are padding. Remove them from the row, "
+                    "or pass a transform."
+                )
             return {**row, "input_ids": tokens} if is_sample else {"input_ids": tokens}
         array = np.asarray(self._tokenize(value))
         if array.ndim == 1 and not len(array):
@@ -518,7 +524,7 @@ class ParquetText(RowSource):
     `paths` is a path, a pattern such as `"data/*.parquet"`, or a list of either. Matches of a
     pattern are sorted; a list keeps its order. An item is `transform(row)`, one sample or a list of
     several; without a transform, the tokens of `field` (default: `text`). Of other columns only
-    labels and loss masks are read, under the rules of `Jsonl`. A transform may have parameters
+    labels and masks are read, under the rules of `Jsonl`. A transform may have parameters
     named `sample_id`, `epoch` and `seed` (see `Draw`).
 
     Footers are read on first use. Parquet is decoded by row group, and the last four groups are
@@ -543,14 +549,16 @@ class ParquetText(RowSource):
         """(file, row group) -> its table, from the cache if possible. One thread decodes at a
         time."""
         lock = threading.Lock()
-        names = () if self._counting else TARGETS
+        names = () if self._counting else (*TARGETS, "attention_mask")
 
         @lru_cache(_GROUPS_KEPT)
         def decoded(path: Path, group: int) -> Any:
             with reading_parquet(path) as parquet, parquet.ParquetFile(path) as opened:
                 columns = None
                 if self.transform.function is None:
-                    known = opened.schema_arrow.names
+                    known = {*opened.schema_arrow.names}
+                    if not is_token_list(opened.schema_arrow.field(self.field).type):
+                        known -= {"attention_mask"}
                     columns = [self.field, *(name for name in names if name in known)]
                 return opened.read_row_group(group, columns=columns)
 

@@ -206,6 +206,14 @@ def _looks_like_mask(name: str) -> bool:
     return mask and name not in LOSS_MASKS
 
 
+def hides_tokens(sample: Mapping[str, Any]) -> bool:
+    """Whether the `attention_mask` of a sample is not 1 for all: some are padding."""
+    mask = sample.get("attention_mask")
+    if isinstance(mask, list):
+        return mask.count(1) != len(mask)
+    return mask is not None and not (_array(mask) == 1).all()
+
+
 def length_of(sample: Sample) -> int:
     """The number of tokens of a sample: the length of its `input_ids`, or of the sample itself.
 

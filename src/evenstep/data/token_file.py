@@ -41,6 +41,7 @@ from evenstep.data.source import (
     SampleSource,
     check_items,
     digest_of,
+    hides_tokens,
     read_samples,
 )
 from evenstep.errors import ConfigError, FileError, InputError
@@ -252,8 +253,8 @@ class TokenFileWriter:
 
     `dtype` is that of `input_ids`. `columns` maps further columns, with one entry per token, to
     their dtypes. Other keys of a sample are ignored, except that labels and loss masks which are
-    not among the columns are an error. The file appears when the `with` block ends. If the block
-    raises, an existing file is left unchanged.
+    not among the columns are an error, and so is padding by an `attention_mask`. The file appears
+    when the `with` block ends. If the block raises, an existing file is left unchanged.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = f"{folder}/a.tokens"
@@ -323,6 +324,9 @@ class TokenFileWriter:
                 raise self._refused(
                     f"has {name!r}, which would be lost", f"{remedy}, or remove it."
                 )
+        if "attention_mask" not in self._columns and hides_tokens(row):
+            fault = "has an 'attention_mask' that hides tokens, which are padding"
+            raise self._refused(fault, "Remove them from the sample.")
         arrays: dict[str, NDArray[Any]] = {}
         for name, dtype in self._columns.items():
             if name not in row:
