@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from evenstep.core.plan_file import replace_file
 from evenstep.core.ragged import IntArray
 from evenstep.core.text import one_of, short_repr, whole_number
-from evenstep.data.dataset import Mapped
+from evenstep.data.dataset import Mapped, known_lengths
 from evenstep.data.files import (
     Jsonl,
     ParquetText,
@@ -652,11 +652,8 @@ class Corpus:
     def _known_counts(self, kind: Format, files: list[Path], report: Progress) -> IntArray | None:
         """The number of tokens of every sample of these files; None if they hold text."""
         if kind in TOKENS:
-            source = TOKENS[kind](files)
-            return source.lengths_of(np.arange(len(source)))
-        if kind in COLUMNS:
-            return COLUMNS[kind](files, field=self.field).list_lengths(report)
-        return None
+            return known_lengths(TOKENS[kind](files))
+        return known_lengths(ROWS[kind](files, field=self.field), report) if kind in ROWS else None
 
     def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
         """All samples but those held out as one token file at `path`, written unless it already

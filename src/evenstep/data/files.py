@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -353,6 +353,16 @@ class RowSource(Shards, TransformedItems):
         other._counting = True
         return other
 
+    def list_lengths(self, progress: Progress | None = None) -> IntArray | None:
+        """The lengths of the token lists in `field`, read without the tokens; None if the first
+        file holds anything else, or a transform reads the rows."""
+        columns = [] if self.transform.function else list(self._columns())
+        return column_lengths(columns, progress) if columns else None
+
+    def _columns(self) -> Iterable[ListColumn]:
+        """The column `field` of every file, if files have columns."""
+        return ()
+
     def _row(self, item: int) -> Any:
         shard, number = self._locate(item)
         return self._files[shard][number]
@@ -585,9 +595,7 @@ class ParquetText(RowSource):
         about = f"parquet {footers.hexdigest()} "
         return digest_of(about, files_digest(self.paths), samples).hex()
 
-    def list_lengths(self, progress: Progress | None) -> IntArray | None:
-        """The lengths of the token lists in `field`, read without the tokens; None if the first
-        file holds anything else."""
+    def _columns(self) -> Iterable[ListColumn]:
         name = str(self.field)
 
         def chunks(path: Path) -> Iterator[Any]:
@@ -595,11 +603,9 @@ class ParquetText(RowSource):
                 for group in range(opened.num_row_groups):
                     yield opened.read_row_group(group, columns=[name]).column(name)
 
-        columns = [
-            ListColumn(str(file.path), file.schema.field(name).type, len(file), chunks(file.path))
-            for file in self._files
-        ]
-        return column_lengths(columns, name, progress)
+        for file in self._files:
+            kind = file.schema.field(name).type
+            yield ListColumn(str(file.path), name, kind, len(file), chunks(file.path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,6 +651,7 @@ class ListColumn(NamedTuple):
     """A column of one file or dataset: its Arrow type, and its rows chunk by chunk."""
 
     where: str
+    name: str
     kind: Any
     rows: int
     chunks: Iterator[Any]
@@ -673,16 +680,14 @@ def list_lengths(column: Any, name: str, where: str, first: int = 0) -> IntArray
     return np.asarray(counts.to_numpy(), np.int64)
 
 
-def column_lengths(
-    columns: Sequence[ListColumn], name: str, progress: Progress | None
-) -> IntArray | None:
-    """The lengths of the token lists of a column of several files or datasets; None if the first
+def column_lengths(columns: Sequence[ListColumn], progress: Progress | None) -> IntArray | None:
+    """The lengths of the token lists of columns of several files or datasets; None if the first
     one holds anything else."""
     if not is_token_list(columns[0].kind):
         return None
     lengths = [np.zeros(0, np.int64)]
     done, total = 0, sum(column.rows for column in columns)
-    for where, kind, _, chunks in columns:
+    for where, name, kind, _, chunks in columns:
         before = done
         _check_token_lists(kind, name, where)
         for chunk in chunks:
@@ -699,7 +704,7 @@ def dataset_column(dataset: Any, name: str, where: str) -> ListColumn:
     check_column(schema, name, where)
     tables = dataset.select_columns([name]).with_format("arrow").iter(_ROWS_AT_ONCE)
     chunks = (table[name] for table in tables)
-    return ListColumn(where, schema.field(name).type, len(dataset), chunks)
+    return ListColumn(where, name, schema.field(name).type, len(dataset), chunks)
 
 
 def check_column(schema: Any, name: str, where: str) -> None:
@@ -748,11 +753,9 @@ class SavedDatasets(RowSource):
         """Those of the datasets."""
         return ",".join(str(dataset._fingerprint) for dataset in self._files)
 
-    def list_lengths(self, progress: Progress | None) -> IntArray | None:
-        """The lengths of the token lists in `field`; None if the first dataset has others."""
-        name, named = str(self.field), zip(self.paths, self._files, strict=True)
-        columns = [dataset_column(dataset, name, str(path)) for path, dataset in named]
-        return column_lengths(columns, name, progress)
+    def _columns(self) -> Iterable[ListColumn]:
+        for path, dataset in zip(self.paths, self._files, strict=True):
+            yield dataset_column(dataset, str(self.field), str(path))
 
 
 def is_saved_dataset(path: Path) -> bool:
