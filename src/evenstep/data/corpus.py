@@ -194,8 +194,10 @@ class ChatEncoder:
             )
         # Some templates write about tools if there are none, as in TRL.
         given = {name: each for name, each in options.items() if name != "tools" or each}
-        calls = {"tool_calls": True} if any(each.get("tool_calls") for each in messages) else {}
-        for name in {**given, **calls}:
+        names = list(given)
+        if any(message.get("tool_calls") for message in messages):
+            names.append("tool_calls")
+        for name in names:
             if name not in str(self._template):
                 raise InputError(
                     f"a chat has {name!r}, but no chat template that reads it. Set data.tokenizer "
@@ -250,17 +252,16 @@ def _is_message(value: object) -> bool:
 
 def _trained_messages(messages: Messages) -> list[bool]:
     """Whether each message counts in the loss: one of the assistant, unless its weight is 0."""
-    weights = [message.get("weight") for message in messages]
-    for weight in weights:
-        if not (weight is None or (isinstance(weight, int | float) and weight in (0, 1))):
+    trained = []
+    for message in messages:
+        weight = message.get("weight")
+        if weight not in (None, 0, 1):
             raise InputError(
                 f"the 'weight' of a message must be 0 or 1, got {short_repr(weight)}. Messages of "
                 f"weight 0 do not count in the loss; weigh samples by repeating them."
             )
-    return [
-        message["role"] == "assistant" and weight != 0
-        for message, weight in zip(messages, weights, strict=True)
-    ]
+        trained.append(message["role"] == "assistant" and weight != 0)
+    return trained
 
 
 def _as_bytes(messages: Messages, trained: Sequence[bool]) -> dict[str, NDArray[Any]]:
@@ -268,10 +269,11 @@ def _as_bytes(messages: Messages, trained: Sequence[bool]) -> dict[str, NDArray[
     for message in messages:
         role = message["role"]
         texts += [f"<{role}>\n".encode(), f"{message['content']}</{role}>\n".encode()]
-    counts = [each for counts in trained for each in (False, counts)]  # per text
+    counts = np.zeros(len(texts), np.uint8)  # per text
+    counts[1::2] = trained
     return {
         "input_ids": np.frombuffer(b"".join(texts), np.uint8).astype(np.int64),
-        "loss_mask": np.repeat(np.array(counts, np.uint8), [len(text) for text in texts]),
+        "loss_mask": np.repeat(counts, [len(text) for text in texts]),
     }
 
 
