@@ -687,9 +687,8 @@ def column_lengths(columns: Sequence[ListColumn], progress: Progress | None) -> 
         return None
     lengths = [np.zeros(0, np.int64)]
     done, total = 0, sum(column.rows for column in columns)
-    for where, name, kind, _, chunks in columns:
+    for where, name, _, _, chunks in columns:
         before = done
-        _check_token_lists(kind, name, where)
         for chunk in chunks:
             lengths.append(list_lengths(chunk, name, where, done - before))
             done += len(chunk)

@@ -94,7 +94,7 @@ class Stream(ABC):
     def __iter__(self) -> Iterator[Step]:
         self._now = None
         for step in self.walk():
-            self.passed(step.cursor)
+            self._now = step.cursor
             yield step
 
     @abstractmethod
@@ -149,7 +149,7 @@ class Stream(ABC):
             self.shared_moves[0] = self.moves
 
     def passed(self, cursor: Cursor) -> None:
-        """Record the position after a step that was yielded, by this stream or a loader of it."""
+        """Record the position after a step that a loader or a sampler of this stream yielded."""
         self._now, self._iterated = cursor, True
 
     def now(self, workers: int = 1) -> Cursor:

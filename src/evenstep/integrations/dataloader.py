@@ -195,8 +195,8 @@ class StreamLoader:
     progress  `progress(done, total)` is called while `len` counts the steps of a planned stream
 
     If torch.distributed is initialised with as many processes as the stream has ranks, the first
-    iteration compares the ranks' data, order, seed, recipe and position, and raises on all of them
-    if one differs. All ranks must iterate then.
+    iteration, and that after a state was loaded, compares the ranks' data, order, seed, recipe and
+    position, and raises on all of them if one differs. All ranks must iterate then.
 
     >>> from evenstep import Packed, PlannedStream, Recipe, Steps
     >>> from evenstep.data import InMemory
@@ -227,16 +227,13 @@ class StreamLoader:
         self._gather = all_gather if gather is None and anyone is None else gather
         self._loader: Any = None
         self._made_at = -1  # `stream.moves` when the workers of `_loader` were made
-        self._compared = False
 
     def __iter__(self) -> Iterator[Step]:
         # Includes the start of every worker, also of those that have not yielded a step yet.
         start = self.stream.start(max(1, self.num_workers))
         self.stream.passed(start)
-        if not self._compared:
-            _compare(self.stream, start)
-            self._compared = True
         if self._loader is None or not self._dataset.follows(self._made_at):
+            _compare(self.stream, start)
             self._loader = self._loader_of(self._dataset, start, **self._options)
             self._made_at = self.stream.moves
         iterators: list[Any] = []  # torch's
@@ -338,7 +335,6 @@ class StreamLoader:
         """Start after the step that the state was taken at. `allow` names settings of a pooled
         stream that may have changed since; see `PooledStream.load_state_dict`."""
         self.stream.load_state_dict(state, allow)
-        self._compared = False
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of `epoch`, or at a position within it that
