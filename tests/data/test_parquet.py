@@ -184,17 +184,19 @@ def test_labels_and_masks_beside_tokens_are_read(tmp_path: Path, name: str) -> N
     pq.write_table(pa.table(columns), path, row_group_size=1)
     source = ParquetText(path, field="input_ids")
     for item in range(2):
-        row = source[item]
+        row: Any = source[item]
         assert row.keys() == {"input_ids", name}
         assert (row["input_ids"].tolist(), row[name]) == (IDS[item], LABELS[item])
-    assert source.counting()[1].keys() == {"input_ids"}
+    row = source.counting()[1]
+    assert row.keys() == {"input_ids"}
 
 
 def test_labels_and_masks_that_would_be_lost_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["ab", "cd"], "labels": LABELS}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="row 0: the row has 'labels', but only 'text' is read"):
         ParquetText(tmp_path / "a.parquet")[0]
-    assert len(ParquetText(tmp_path / "a.parquet").counting()[1]["input_ids"]) == 2
+    counted: Any = ParquetText(tmp_path / "a.parquet").counting()[1]
+    assert len(counted["input_ids"]) == 2
     write(tmp_path / "classes.parquet", ["ab"], labels=[3])  # of the whole text
     assert text_of(ParquetText(tmp_path / "classes.parquet")[0]) == "ab"
 

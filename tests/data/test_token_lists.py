@@ -89,11 +89,12 @@ def test_lengths_of_lists_in_a_wrapped_file_are_not_read_row_by_row(
     pq.write_table(table, tmp_path / "a.parquet")
     reads: list[int] = []
     read = ParquetText._read
-    monkeypatch.setattr(
-        ParquetText,
-        "_read",
-        lambda self, item, *more: reads.append(item) or read(self, item, *more),
-    )
+
+    def counted(self: ParquetText, item: int, *more: Any) -> Any:
+        reads.append(item)
+        return read(self, item, *more)
+
+    monkeypatch.setattr(ParquetText, "_read", counted)
     source = MeasuredMapped(ParquetText(tmp_path / "a.parquet", field=field))
     assert source.lengths_of(np.arange(3)).tolist() == [3, 1, 2]
     assert len(reads) == (0 if field == "ids" else 3)

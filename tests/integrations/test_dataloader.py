@@ -471,6 +471,16 @@ def test_skip_batches_after_set_epoch_reaches_running_workers(kind: str, loader:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_state_after_skipping_is_not_the_one_that_was_loaded(kind: str) -> None:
+    dataset, states = StreamDataset(stream_of(kind)), []
+    for _ in dataset:
+        states.append(dataset.state_dict())
+    dataset.load_state_dict(states[0])
+    dataset.skip_batches(2)
+    assert dataset.state_dict()["cursor"]["step"] == states[2]["cursor"]["step"] == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loader", ["plain", "stateful"])
 def test_steps_without_workers_are_counted_over_epochs(kind: str, loader: str) -> None:
     stream, made = stream_of(kind), LOADERS[loader](stream_of(kind))

@@ -134,9 +134,11 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
     def skip_batches(self, steps: int) -> None:
         """Start `steps` steps later. Persistent workers that run need `set_epoch` before it."""
         epoch, done, skipped, moves = self._epoch.tolist()
-        follows = self.stream.moves == moves
+        before = self.stream.moves
         self.stream.skip_batches(steps)
-        if follows:
+        if self.stream.moves != before:
+            self._now, self._loaded = None, {}
+        if before == moves:
             self._share(epoch, done, skipped + steps)
 
     def _share(self, epoch: int, done: int, skipped: int) -> None:
