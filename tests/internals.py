@@ -114,6 +114,7 @@ if TYPE_CHECKING:
         loss_tokens_of,
         read_samples,
         samples_digest,
+        spread,
     )
     from evenstep.data.stream import Stream
     from evenstep.data.token_file import CODES, HEADER_SIZE, Header

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,18 @@ from evenstep import (
     Topology,
     World,
 )
-from evenstep.data import InMemory, Iterated, Lengths, Mapped, Pool, merge_cursors
+from evenstep.data import (
+    InMemory,
+    Iterated,
+    Jsonl,
+    Lengths,
+    Mapped,
+    MeasuredMapped,
+    Pool,
+    merge_cursors,
+)
 from evenstep.errors import ConfigError, CursorError, SampleError
+from tests.internals import spread
 
 Settings = dict[str, Any]
 ALL = {"budget", "overflow", "pool", "steps"}
@@ -215,6 +226,65 @@ def test_changed_lengths_are_noticed() -> None:
         make(list(data)).load_state_dict(state)
         with pytest.raises(CursorError, match=r"lengths was .* and is "):
             make(edited).load_state_dict(state)
+
+
+def before_release(state: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The state as earlier releases wrote it, which did not compare these."""
+    cursor = Cursor.from_dict(state)
+    kept = {name: value for name, value in cursor.identity.items() if name not in names}
+    return replace(cursor, identity=kept).to_dict()
+
+
+@pytest.mark.parametrize("kind", ["planned", "pooled", "pooled by a transform"])
+def test_an_edit_of_a_file_is_noticed_behind_a_wrapper(tmp_path: Path, kind: str) -> None:
+    """A wrapper's own fingerprint covers 16 of 400 samples; that of a small file covers all."""
+    rows = [{"input_ids": [k % 50] * (3 + k % 4)} for k in range(400)]
+
+    def make() -> Any:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        steps = Steps(samples=9) if kind == "planned" else Steps()
+        recipe, source = Recipe(layout=Packed(max_tokens=10), steps=steps), Jsonl(path)
+        if kind == "planned":
+            return PlannedStream(source, recipe)  # wraps it: its lengths are counted
+        if kind == "pooled":
+            return PooledStream(MeasuredMapped(Mapped(source)), recipe, pool=SMALL)
+        return PooledStream(Mapped(source, transform=dict), recipe, pool=SMALL)
+
+    state = next(iter(make())).cursor.to_dict()
+    assert make().load_state_dict(state) is None
+    rows[101]["input_ids"][0] += 1
+    edited = make()
+    with pytest.raises(CursorError, match=r"wrapped data was \w+(,\w+)* and is \w+"):
+        edited.load_state_dict(state)
+    old = before_release(state, "wrapped data")
+    edited.load_state_dict(old)
+    if kind != "planned":
+        assert edited.differences(old) == []
+
+
+def test_the_name_of_wrapped_data_stands_for_all_of_it() -> None:
+    recipe = Recipe(layout=Packed(max_tokens=50))
+    stream = PooledStream(Mapped(InMemory(DATA)), recipe, fingerprint="mine")
+    assert "wrapped data" not in next(iter(stream)).cursor.identity
+
+
+def test_one_changed_group_of_many_samples_is_noticed() -> None:
+    count = 10_000
+    groups = np.arange(count) // 4
+    recipe = Recipe(layout=Packed(max_tokens=50), steps=Steps(samples=40))
+
+    def make(groups: Any) -> PlannedStream:
+        return PlannedStream(Lengths(np.full(count, 5)), recipe, groups=groups)
+
+    state = next(iter(make(groups))).cursor.to_dict()
+    make(groups).load_state_dict(state)
+    edited = groups.copy()
+    first, second = np.setdiff1d(np.arange(count), spread(count, 4096))[[100, 2000]]
+    edited[[first, second]] = edited[[second, first]]
+    with pytest.raises(CursorError, match="all groups was"):
+        make(edited).load_state_dict(state)
+    make(edited).load_state_dict(before_release(state, "all groups"))
 
 
 def test_a_cursor_of_few_items_that_were_shuffled_in_another_way_is_refused() -> None:

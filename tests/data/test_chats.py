@@ -177,6 +177,91 @@ def test_the_encoder_takes_tools(tmp_path: Path) -> None:
     assert sample["input_ids"].tolist() == ids_of(tokenizer, [USER, YES], [CLOCK])
 
 
+def without(message: dict[str, Any], weight: object = 0) -> dict[str, Any]:
+    return {**message, "weight": weight}
+
+
+@pytest.mark.parametrize("template", [None, MARKED, UNMARKED])
+@pytest.mark.parametrize("zero", [0, False, 0.0])
+def test_messages_of_weight_0_do_not_count_in_the_loss(
+    tmp_path: Path, template: str | None, zero: object
+) -> None:
+    chat = [USER, YES, USER, NO, USER, YES]
+    weighted = [USER, without(YES, 1), without(USER), without(NO, zero), USER, without(YES, None)]
+    tokenizer = None if template is None else tokenizer_of(tmp_path, template)
+    encoder = ChatEncoder(tokenizer)
+    whole, sample = encoder.encode(chat), encoder.encode(weighted)
+    assert sample["input_ids"].tolist() == whole["input_ids"].tolist()
+    # Naively: of three runs of ones, the second one is 0.
+    mask = whole["loss_mask"]
+    starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+    expected = np.where((np.cumsum(np.isin(np.arange(len(mask)), starts)) == 2), 0, mask)
+    assert sample["loss_mask"].tolist() == expected.tolist() != mask.tolist()
+
+
+@pytest.mark.parametrize("weight", [0.5, 2, -1, "0", [0]])
+@pytest.mark.parametrize("masked", [True, False])
+def test_other_weights_of_messages_are_refused(weight: object, masked: bool) -> None:
+    with pytest.raises(InputError, match="'weight' of a message must be 0 or 1"):
+        ChatEncoder().encode([USER, without(YES, weight)], masked)
+
+
+def test_a_template_that_hides_where_a_message_of_weight_0_ends_is_refused(tmp_path: Path) -> None:
+    template = MARKED.replace("<{{ m['role'] }}>", "<{{ m['role'] }}{{ messages | length }}>")
+    encoder = ChatEncoder(tokenizer_of(tmp_path, template))
+    with pytest.raises(InputError, match=r"changes earlier messages.*Remove its weight"):
+        encoder.encode([USER, without(YES), USER, NO])
+
+
+def test_chats_that_were_stored_without_weights_are_stored_again(tmp_path: Path) -> None:
+    corpus = Corpus(paths=rows_file(tmp_path, {"messages": [USER, YES]}), format="chat")
+    path = tmp_path / "chats.tokens"
+    corpus.stored(path)
+    key = json.loads(path.with_suffix(".json").read_text())
+    del key["options"]["weights"]
+    path.with_suffix(".json").write_text(json.dumps(key, indent=1))
+    written = path.stat().st_mtime_ns
+    corpus.stored(path)
+    assert path.stat().st_mtime_ns > written
+
+
+CALLS = [{"type": "function", "function": {"name": "clock", "arguments": {"zone": 1}}}]
+
+
+@pytest.mark.parametrize("template", [None, MARKED])
+@pytest.mark.parametrize("format", ["chat", "pairs"])
+def test_tool_calls_that_no_template_reads_are_refused(
+    tmp_path: Path, template: str | None, format: Any
+) -> None:
+    calling = {**YES, "content": "", "tool_calls": CALLS}
+    row = {"messages": [USER, calling], "chosen": [USER, calling], "rejected": [USER, NO]}
+    if template is not None:
+        tokenizer_of(tmp_path, template)
+    folder = None if template is None else str(tmp_path / "tokenizer")
+    corpus = Corpus(paths=rows_file(tmp_path, row), format=format, tokenizer=folder)
+    with pytest.raises(InputError, match="a chat has 'tool_calls', but no chat template"):
+        corpus.stored(tmp_path / "chats.tokens")
+
+
+def test_messages_in_columns_have_no_keys_of_other_messages(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    calls = "{% if 'tool_calls' in m %}{{ m['tool_calls'] | tojson }}{% endif %}"
+    tokenizer_of(tmp_path, MARKED.replace("{% if m['role']", f"{calls}{{% if m['role']"))
+    calling, folder = {**YES, "tool_calls": CALLS}, str(tmp_path / "tokenizer")
+    rows = [
+        {"messages": [USER, calling], "chosen": [USER, calling], "rejected": [USER, NO]},
+        {"messages": [USER, YES], "chosen": [USER, YES], "rejected": [USER, NO]},
+    ]
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "columns"))
+    for kind in ("chat", "pairs"):
+        stored = [
+            Corpus(paths=path, format=kind, tokenizer=folder).stored(tmp_path / f"{kind}{name}")
+            for name, path in enumerate((str(tmp_path / "columns"), rows_file(tmp_path, *rows)))
+        ]
+        assert stored[0].fingerprint == stored[1].fingerprint
+
+
 @pytest.mark.parametrize("name", ["chosen", "rejected"])
 @pytest.mark.parametrize("shorter", [[USER, YES], [USER], [USER, YES, USER]])
 def test_a_pair_with_an_answer_without_loss_is_refused(

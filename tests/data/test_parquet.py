@@ -1,5 +1,6 @@
 """Rows of Parquet files in any order, across files and row groups."""
 
+import json
 import pickle
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from evenstep.data import MeasuredSource, ParquetText, SampleSource
+from evenstep.data import Corpus, MeasuredSource, ParquetText, SampleSource
 from evenstep.errors import ConfigError, FileError, InputError, SampleError
 from tests.internals import read_samples
 
@@ -171,3 +172,44 @@ def test_pickling_does_not_include_decoded_groups(source: ParquetText) -> None:
     copy = pickle.loads(pickle.dumps(source))
     assert text_of(copy[20]) == "word 20"
     assert copy.fingerprint == source.fingerprint
+
+
+IDS, LABELS = [[1, 2, 3], [4, 5]], [[-100, 2, 3], [-100, 5]]
+
+
+@pytest.mark.parametrize("name", ["labels", "loss_mask", "response_mask"])
+def test_labels_and_masks_beside_tokens_are_read(tmp_path: Path, name: str) -> None:
+    columns = {"input_ids": IDS, name: LABELS, "kind": ["a", "b"]}
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(columns), path, row_group_size=1)
+    source = ParquetText(path, field="input_ids")
+    for item in range(2):
+        row: Any = source[item]
+        assert row.keys() == {"input_ids", name}
+        assert (row["input_ids"].tolist(), row[name]) == (IDS[item], LABELS[item])
+    row = source.counting()[1]
+    assert row.keys() == {"input_ids"}
+
+
+def test_labels_and_masks_that_would_be_lost_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["ab", "cd"], "labels": LABELS}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="row 0: the row has 'labels', but only 'text' is read"):
+        ParquetText(tmp_path / "a.parquet")[0]
+    counted: Any = ParquetText(tmp_path / "a.parquet").counting()[1]
+    assert len(counted["input_ids"]) == 2
+    write(tmp_path / "classes.parquet", ["ab"], labels=[3])  # of the whole text
+    assert text_of(ParquetText(tmp_path / "classes.parquet")[0]) == "ab"
+
+
+def test_a_corpus_keeps_labels_of_parquet_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"input_ids": IDS, "labels": LABELS}), tmp_path / "a.parquet")
+    corpus = Corpus(paths=str(tmp_path / "a.parquet"), field="input_ids")
+    path = tmp_path / "stored.tokens"
+    assert [corpus.stored(path)[n]["labels"].tolist() for n in range(2)] == LABELS
+    beside = path.with_suffix(".json")  # of a release that lost them
+    key = json.loads(beside.read_text())
+    del key["options"]["labels"]
+    beside.write_text(json.dumps(key, indent=1))
+    written = path.stat().st_mtime_ns
+    corpus.stored(path)
+    assert path.stat().st_mtime_ns > written

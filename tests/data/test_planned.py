@@ -463,11 +463,11 @@ def test_a_group_that_no_step_can_hold_is_named() -> None:
 
 
 def test_a_cursor_past_the_end_of_other_groups_is_refused() -> None:
-    lengths, recipe = Lengths(np.full(40_000, 3)), Recipe(layout=Packed(max_tokens=40))
-    groups = np.arange(40_000)
+    lengths, recipe = Lengths(np.full(300_000, 3)), Recipe(layout=Packed(max_tokens=40))
+    groups = np.arange(300_000)
     (step,) = PlannedStream(lengths, replace(recipe, groups="step"), groups=groups)
     groups[5] = groups[4]  # not among those in the fingerprint
-    with pytest.raises(CursorError, match="position 40000, but an epoch has 39999"):
+    with pytest.raises(CursorError, match="position 300000, but an epoch has 299999"):
         PlannedStream(lengths, recipe, groups=groups).load_state_dict(step.cursor.to_dict())
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 
 from evenstep.data import Corpus
 from evenstep.errors import ConfigError, FileError, InputError
@@ -380,3 +383,75 @@ def test_a_pair_of_which_one_chat_has_no_tokens_is_refused(
     corpus = Corpus(paths=str(path), format="pairs", tokenizer=str(tmp_path))
     with pytest.raises(InputError, match=r"pairs.jsonl, line 2: the chosen .* has no tokens"):
         corpus.stored(tmp_path / "pairs.tokens")
+
+
+def test_masks_by_spans_are_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2, 3], "loss_masking_spans": [[0, 2]]}) + "\n")
+    with pytest.raises(InputError, match=r"sample 0: .* has 'loss_masking_spans', which would be"):
+        Corpus(paths=str(path)).stored(tmp_path / "rows.tokens")
+    path.write_text(json.dumps({"text": "abc", "loss_masking_spans": [[0, 2]]}) + "\n")
+    with pytest.raises(InputError, match="has 'loss_masking_spans', but only 'text' is read"):
+        Corpus(paths=str(path)).stored(tmp_path / "rows.tokens")
+
+
+def test_a_byte_order_mark_is_no_token(tmp_path: Path) -> None:
+    for name, mark in (("a", b""), ("b", b"\xef\xbb\xbf")):
+        for path, content in (("x.txt", "abé".encode()), ("y.jsonl", b'{"text": "c"}\n')):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / path).write_bytes(mark + content)
+    for path in ("x.txt", "y.jsonl"):
+        stored = [
+            Corpus(paths=str(tmp_path / name / path)).stored(tmp_path / f"{name}{path}")
+            for name in "ab"
+        ]
+        assert stored[0].fingerprint == stored[1].fingerprint
+    assert Corpus(paths=str(tmp_path / "b" / "x.txt")).token_counts(workers=1).tolist() == [4]
+
+
+def test_a_file_is_read_once_however_its_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("abc")
+    (tmp_path / "linked").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    paths = ("texts", str(folder), "texts/../texts/a.txt", "linked/*.txt")
+    for validation in (None, (str(folder / "a.txt"),)):
+        corpus = Corpus(paths=paths, validation=validation)
+        if validation is None:
+            assert corpus.token_counts(workers=1).tolist() == [3]
+        else:
+            assert "is also a file of data.paths" in corpus.faults()[0]
+
+
+def test_a_broken_link_in_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileError, match=r"b.txt is a link to a file that does not exist"):
+        Corpus(paths=str(tmp_path)).token_counts()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+@pytest.mark.parametrize("field", ["input_ids", "ids"])
+def test_padding_is_not_stored_as_tokens(tmp_path: Path, kind: str, field: str) -> None:
+    """An attention mask of zeros says that tokens are padding, which would be trained."""
+
+    def corpus(folder: Path, mask: list[int]) -> Corpus:
+        folder.mkdir()
+        row = {field: [5, 6, 0], "attention_mask": mask}
+        if kind == "jsonl":
+            (folder / "a.jsonl").write_text(json.dumps(row) + "\n")
+        elif kind == "parquet":
+            pq.write_table(
+                pa.table({name: [value] for name, value in row.items()}), folder / "a.parquet"
+            )
+        else:
+            Dataset.from_list([row]).save_to_disk(str(folder))
+        return Corpus(paths=str(folder), field=field)
+
+    stored = corpus(tmp_path / "whole", [1, 1, 1]).stored(tmp_path / "whole.tokens")
+    assert stored[0]["input_ids"].tolist() == [5, 6, 0]
+    with pytest.raises(InputError, match="'attention_mask' hides tokens"):
+        corpus(tmp_path / "padded", [1, 1, 0]).stored(tmp_path / "padded.tokens")

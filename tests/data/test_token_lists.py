@@ -4,13 +4,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.data import ParquetText
+from evenstep.data import MeasuredMapped, ParquetText
 from evenstep.errors import InputError
 from tests.examples import examples
 from tests.internals import is_token_list, list_lengths
@@ -78,3 +79,22 @@ def test_a_later_file_with_another_type_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["text"]}), other)
     with pytest.raises(InputError, match=r"b.parquet has no column 'ids'; it has text"):
         ParquetText([path, other], field="ids").list_lengths(ignore)
+
+
+@pytest.mark.parametrize("field", ["ids", "text"])
+def test_lengths_of_lists_in_a_wrapped_file_are_not_read_row_by_row(
+    tmp_path: Path, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"ids": [[1, 2, 3], [4], [5, 6]], "text": ["abc", "d", "ef"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    reads: list[int] = []
+    read = ParquetText._read
+
+    def counted(self: ParquetText, item: int, *more: Any) -> Any:
+        reads.append(item)
+        return read(self, item, *more)
+
+    monkeypatch.setattr(ParquetText, "_read", counted)
+    source = MeasuredMapped(ParquetText(tmp_path / "a.parquet", field=field))
+    assert source.lengths_of(np.arange(3)).tolist() == [3, 1, 2]
+    assert len(reads) == (0 if field == "ids" else 3)

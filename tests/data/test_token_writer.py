@@ -84,6 +84,8 @@ def test_the_umask_decides_who_may_read_a_file(tmp_path: Path) -> None:
         ({"text": "a"}, "has no 'input_ids'"),
         ({"input_ids": [1], "loss_mask": [1]}, "has 'loss_mask', which would be lost"),
         ({"input_ids": [1], "response_mask": [1]}, "has 'response_mask', .*np.uint8"),
+        ({"input_ids": [1], "loss_masking_spans": []}, "has 'loss_masking_spans', .*'loss_mask'"),
+        ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "has an 'attention_mask' that hides"),
         ({"input_ids": [1], "labels": [1]}, "has 'labels', .*columns={'labels': np.int32}"),
     ],
 )

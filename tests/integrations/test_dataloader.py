@@ -392,6 +392,104 @@ def test_resuming_is_exact_after_skipping(kind: str, loader: str) -> None:
     resumed_everywhere(make)
 
 
+# Starts that are set while workers run ---------------------------------------------------------
+
+
+def start_elsewhere(target: Any, how: str) -> None:
+    """Set another start of a stream, a loader or a dataset that was iterated once."""
+    if how == "set_epoch":
+        target.set_epoch(1)
+    elif how == "skip_batches":
+        target.skip_batches(2)
+    else:
+        steps = iter(stream_of("planned" if "planned" in how else "pooled"))
+        states = [next(steps).cursor.to_dict() for _ in range(2)]
+        target.load_state_dict(states[-1])
+
+
+def seen(steps: Any) -> list[Any]:
+    return [(step.epoch, step.number, content(step)) for step in steps]
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["set_epoch", "skip_batches", "load"])
+@pytest.mark.parametrize("persistent", [slow(False), True])
+@pytest.mark.parametrize("of", ["stream", "loader"])
+def test_our_loader_follows_any_start_that_is_set(
+    kind: str, how: str, persistent: bool, of: str
+) -> None:
+    how = f"{how} {kind}" if how == "load" else how
+    stream = stream_of(kind)
+    list(stream)
+    start_elsewhere(stream, how)
+    expected = seen(stream)
+    stream = stream_of(kind)
+    loader = ours(stream, 1, persistent_workers=persistent)
+    list(loader)
+    start_elsewhere(stream if of == "stream" else loader, how)
+    state = loader.state_dict()
+    assert seen(loader) == expected
+    assert state["step"] == expected[0][1]
+    assert stream.state_dict() == loader.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("how", "of"),
+    [("set_epoch", "stream"), ("skip_batches", "dataset"), ("load", "dataset"), ("load", "stream")],
+)
+def test_a_start_that_running_workers_cannot_follow_is_an_error(
+    kind: str, how: str, of: str
+) -> None:
+    how = f"{how} {kind}" if how == "load" else how
+    for persistent in (False, True):
+        loader = plain(stream_of(kind), 2, persistent_workers=persistent)
+        first = seen(loader)
+        start_elsewhere(loader.dataset if of == "dataset" else loader.dataset.stream, how)
+        if persistent:
+            with pytest.raises(CursorError, match="persistent workers run"):
+                next(iter(loader))
+        else:
+            assert seen(loader) != first
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loader", ["plain", "stateful"])
+def test_skip_batches_after_set_epoch_reaches_running_workers(kind: str, loader: str) -> None:
+    def second_epoch(persistent: bool) -> list[Any]:
+        made = LOADERS[loader](stream_of(kind), 2, persistent_workers=persistent)
+        list(made)
+        made.dataset.set_epoch(1)
+        made.dataset.skip_batches(1)
+        made.dataset.skip_batches(2)
+        return seen(made)
+
+    assert second_epoch(True) == second_epoch(False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_after_skipping_is_not_the_one_that_was_loaded(kind: str) -> None:
+    dataset, states = StreamDataset(stream_of(kind)), []
+    for _ in dataset:
+        states.append(dataset.state_dict())
+    dataset.load_state_dict(states[0])
+    dataset.skip_batches(2)
+    assert dataset.state_dict()["cursor"]["step"] == states[2]["cursor"]["step"] == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loader", ["plain", "stateful"])
+def test_steps_without_workers_are_counted_over_epochs(kind: str, loader: str) -> None:
+    stream, made = stream_of(kind), LOADERS[loader](stream_of(kind))
+    for epoch in range(2):
+        stream.set_epoch(epoch)
+        made.dataset.set_epoch(epoch)
+        assert seen(made) == seen(stream)
+
+
 # Processes ----------------------------------------------------------------------------------
 
 

@@ -340,3 +340,19 @@ def test_a_resumed_sampler_sets_its_epochs_like_any_other() -> None:
             resumed.set_epoch(epoch)
             found += list(resumed)
         assert found == expected[done:]
+
+
+@pytest.mark.parametrize("epochs", [None, 3])
+def test_a_start_that_is_set_on_the_stream_itself_is_followed(epochs: int | None) -> None:
+    expected = PlannedBatchSampler(stream_of(), epochs=epochs)
+    list(expected)
+    state = json.loads(json.dumps(expected.state_dict()))
+    expected.set_epoch(1)
+    stream = stream_of()
+    sampler = PlannedBatchSampler(stream, epochs=epochs)
+    list(sampler)
+    stream.set_epoch(1)
+    assert sampler.state_dict() == expected.state_dict()
+    assert list(sampler) == list(expected)
+    stream.load_state_dict(state)
+    assert sampler.state_dict()["step"] == state["step"]

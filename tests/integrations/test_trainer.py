@@ -340,6 +340,8 @@ def test_what_accelerate_cannot_run_is_refused() -> None:
         accelerated(model=None)
     with pytest.raises(ConfigError, match="skip_steps"):
         next(iter(skip_first_batches(accelerated(), 2)))
+    with pytest.raises(ConfigError, match=r"differ in size.*num_steps"):
+        _ = accelerated().total_batch_size
 
 
 @pytest.mark.parametrize("workers", [0, 1])

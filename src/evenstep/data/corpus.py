@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from evenstep.core.plan_file import replace_file
 from evenstep.core.ragged import IntArray
-from evenstep.core.text import one_of, whole_number
-from evenstep.data.dataset import Mapped
+from evenstep.core.text import one_of, short_repr, whole_number
+from evenstep.data.dataset import Mapped, known_lengths
 from evenstep.data.files import (
     Jsonl,
     ParquetText,
@@ -37,7 +37,8 @@ from evenstep.data.files import (
     refuse_compressed,
 )
 from evenstep.data.source import (
-    LOSS_MASKS,
+    SPANS,
+    TARGETS,
     Progress,
     Sample,
     SampleSource,
@@ -84,15 +85,15 @@ def corpus_files(paths: Iterable[str]) -> list[Path]:
 
     A saved Hugging Face dataset is named by its folder, and a Megatron pair by its `.idx` file.
     """
-    files: dict[Path, None] = {}
+    files: dict[Path, Path] = {}  # by folder without links, and name
     for path in paths:
         new = [file for match in matches(path) for file in _files(match)]
         if not new:
             raise FileError(f"data.paths: {path} has no files. Check the path.")
         for file in new:
             refuse_compressed(file)
-        files.update(dict.fromkeys(new))
-    return list(files)
+            files.setdefault(file.parent.resolve() / file.name, file)
+    return list(files.values())
 
 
 def _files(path: Path) -> list[Path]:
@@ -102,6 +103,10 @@ def _files(path: Path) -> list[Path]:
         inner = [each for each in sorted(path.iterdir()) if not each.name.startswith(".")]
         shown = [each for each in inner if not (each.is_symlink() and each.is_dir())]
         return [file for each in shown for file in _files(each)]
+    if path.is_symlink() and not path.exists():
+        raise FileError(
+            f"{path} is a link to a file that does not exist. Remove the link, or restore the file."
+        )
     if path.is_file():
         index = path.with_suffix(".idx")
         return [index if path.suffix == ".bin" and index.is_file() else path]
@@ -150,7 +155,8 @@ class ChatEncoder:
     With a Hugging Face tokenizer, its chat template is applied, or `template`. If the template
     marks what the assistant generates, these tokens count in the loss. Otherwise those that an
     assistant's message adds to the text before it do. Without a tokenizer, tokens are bytes and
-    each message is `<role>\\n`, its content and `</role>\\n`.
+    each message is `<role>\\n`, its content and `</role>\\n`. A message of the assistant with a
+    `weight` of 0 does not count.
 
     `tools`, the functions that the assistant may call, and other options of `encode` are passed to
     the chat template.
@@ -188,26 +194,33 @@ class ChatEncoder:
             )
         # Some templates write about tools if there are none, as in TRL.
         given = {name: each for name, each in options.items() if name != "tools" or each}
-        for name in given:
+        names = list(given)
+        if any(message.get("tool_calls") for message in messages):
+            names.append("tool_calls")
+        for name in names:
             if name not in str(self._template):
                 raise InputError(
                     f"a chat has {name!r}, but no chat template that reads it. Set data.tokenizer "
                     f"or data.template to one that does, or remove it from the row."
                 )
+        trained = _trained_messages(messages)
         if self.tokenizer is None:
-            return _as_bytes(messages)
+            return _as_bytes(messages, trained)
         if not masked:
             return {"input_ids": np.asarray(self._apply(messages, **given)["input_ids"], np.int64)}
-        if _MARK in str(self._template):
-            encoded = self._apply(messages, return_assistant_tokens_mask=True, **given)
-            mask = encoded.get("assistant_masks", encoded.get("assistant_tokens_mask"))
-        else:
-            encoded = self._apply(messages, **given)
-            mask = self._added(messages, encoded["input_ids"], **given)
-        return {
-            "input_ids": np.asarray(encoded["input_ids"], np.int64),
-            "loss_mask": np.asarray(mask, np.uint8),
-        }
+        marked = _MARK in str(self._template)
+        marks = {"return_assistant_tokens_mask": True} if marked else {}
+        encoded = self._apply(messages, **marks, **given)
+        ids = np.asarray(encoded["input_ids"], np.int64)
+        mask = np.zeros(len(ids), np.uint8)
+        if marked:
+            found = encoded.get("assistant_masks", encoded.get("assistant_tokens_mask"))
+            mask = np.array(found, np.uint8)
+        for number, message in enumerate(messages):
+            counts = trained[number]
+            if message["role"] == "assistant" and marked == (not counts):
+                mask[self._span(messages, number, ids.tolist(), **given)] = counts
+        return {"input_ids": ids, "loss_mask": mask}
 
     def _apply(self, messages: Messages, **options: Any) -> Mapping[str, Any]:
         encoded: Mapping[str, Any] = self.tokenizer.apply_chat_template(
@@ -215,24 +228,21 @@ class ChatEncoder:
         )
         return encoded
 
-    def _added(self, messages: Messages, whole: Sequence[int], **options: Any) -> NDArray[np.uint8]:
-        """1 for the tokens that each message of the assistant adds."""
-        mask = np.zeros(len(whole), np.uint8)
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt, answered = messages[:number], messages[: number + 1]
-            before = self._apply(prompt, add_generation_prompt=True, **options)["input_ids"]
-            after = self._apply(answered, **options)["input_ids"]
-            whole_so_far = list(whole[: len(after)])
-            if list(after[: len(before)]) != list(before) or whole_so_far != list(after):
-                raise InputError(
-                    "the chat template changes earlier messages when later ones are added, so the "
-                    "assistant's tokens are unknown. Mark them in the template with "
-                    "{% generation %} and {% endgeneration %}."
-                )
-            mask[len(before) : len(after)] = 1
-        return mask
+    def _span(self, messages: Messages, number: int, whole: Sequence[int], **options: Any) -> slice:
+        """The tokens that a message of the assistant adds to `whole`, those of the chat."""
+        prompt, answered = messages[:number], messages[: number + 1]
+        before = self._apply(prompt, add_generation_prompt=True, **options)["input_ids"]
+        after = self._apply(answered, **options)["input_ids"]
+        whole_so_far = list(whole[: len(after)])
+        if list(after[: len(before)]) != list(before) or whole_so_far != list(after):
+            remedy = "Mark them in the template with {% generation %} and {% endgeneration %}."
+            if _MARK in str(self._template):
+                remedy = f"Remove its weight, 0, from message {number}, or the message."
+            raise InputError(
+                f"the chat template changes earlier messages when later ones are added, so the "
+                f"assistant's tokens are unknown. {remedy}"
+            )
+        return slice(len(before), len(after))
 
 
 def _is_message(value: object) -> bool:
@@ -240,16 +250,30 @@ def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in keys)
 
 
-def _as_bytes(messages: Messages) -> dict[str, NDArray[Any]]:
+def _trained_messages(messages: Messages) -> list[bool]:
+    """Whether each message counts in the loss: one of the assistant, unless its weight is 0."""
+    trained = []
+    for message in messages:
+        weight = message.get("weight")
+        if weight not in (None, 0, 1):
+            raise InputError(
+                f"the 'weight' of a message must be 0 or 1, got {short_repr(weight)}. Messages of "
+                f"weight 0 do not count in the loss; weigh samples by repeating them."
+            )
+        trained.append(message["role"] == "assistant" and weight != 0)
+    return trained
+
+
+def _as_bytes(messages: Messages, trained: Sequence[bool]) -> dict[str, NDArray[Any]]:
     texts: list[bytes] = []
-    trained: list[int] = []  # per text: 1 if it counts in the loss
     for message in messages:
         role = message["role"]
         texts += [f"<{role}>\n".encode(), f"{message['content']}</{role}>\n".encode()]
-        trained += [0, int(role == "assistant")]
+    counts = np.zeros(len(texts), np.uint8)  # per text
+    counts[1::2] = trained
     return {
         "input_ids": np.frombuffer(b"".join(texts), np.uint8).astype(np.int64),
-        "loss_mask": np.repeat(np.array(trained, np.uint8), [len(text) for text in texts]),
+        "loss_mask": np.repeat(counts, [len(text) for text in texts]),
     }
 
 
@@ -278,10 +302,12 @@ def _is_tool(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def encode_columns(transform: Callable[[Any], Any], row: Mapping[str, Any]) -> Any:
-    """`transform` of a row of columns, whose tools and other options have the keys of all rows:
-    without null ones."""
-    names = {"tools", "chat_template_kwargs"} & row.keys()
+def encode_columns(
+    transform: Callable[[Any], Any], chats: Collection[str], row: Mapping[str, Any]
+) -> Any:
+    """`transform` of a row of columns, whose `chats`, tools and other options have the keys of all
+    rows: without null ones."""
+    names = {"tools", "chat_template_kwargs", *chats} & row.keys()
     return transform({**row, **{name: _without_nulls(row[name]) for name in names}})
 
 
@@ -510,7 +536,7 @@ class Corpus:
                others are text); the folder of a saved Hugging Face dataset is a dataset
     field      the field of a row with its text or a list of token ids ("text" by default, or
                "input_ids" if the rows of a JSONL file have no text), or with the messages of a chat
-               ("messages"). Labels and loss masks beside "input_ids" are read, except from Parquet
+               ("messages"). Labels and loss masks beside "input_ids" are read
     tokenizer  folder of a Hugging Face tokenizer; None: UTF-8 bytes
     template   file with a chat template (Jinja); None: that of the tokenizer
     validation files, folders or globs of held-out samples, in the same format; or the share of the
@@ -628,11 +654,8 @@ class Corpus:
     def _known_counts(self, kind: Format, files: list[Path], report: Progress) -> IntArray | None:
         """The number of tokens of every sample of these files; None if they hold text."""
         if kind in TOKENS:
-            source = TOKENS[kind](files)
-            return source.lengths_of(np.arange(len(source)))
-        if kind in COLUMNS:
-            return COLUMNS[kind](files, field=self.field).list_lengths(report)
-        return None
+            return known_lengths(TOKENS[kind](files))
+        return known_lengths(ROWS[kind](files, field=self.field), report) if kind in ROWS else None
 
     def stored(self, path: Path, progress: Progress | None = None) -> TokenFile:
         """All samples but those held out as one token file at `path`, written unless it already
@@ -682,7 +705,7 @@ class Corpus:
 
     def _stored(self, path: Path, progress: Progress | None, held_out: bool | None) -> TokenFile:
         files, kind = self._files_and_format()
-        key, beside = self._key(files), path.with_suffix(".json")
+        key, beside = self._key(files, kind), path.with_suffix(".json")
         if not (path.exists() and _text(beside) == key):
             beside.unlink(missing_ok=True)  # a file of other samples may not be taken for its own
             with _in_words_of_settings():
@@ -760,12 +783,14 @@ class Corpus:
             return Mapped(files, transform=partial(_read_text, as_tokenize(tokenizer)))
         if kind in ("chat", "pairs"):
             encoder = ChatEncoder(tokenizer, self._template_text())
+            chats: tuple[str, ...] = ("prompt", "chosen", "rejected")
             transform: partial[Any] = partial(encode_pair, encoder, masked)
             if kind == "chat":
-                transform = partial(encode_row, encoder, self.field or "messages", masked)
+                chats = (self.field or "messages",)
+                transform = partial(encode_row, encoder, *chats, masked)
             stored = format_of(files[:1])
             if stored in COLUMNS:
-                transform = partial(encode_columns, transform)
+                transform = partial(encode_columns, transform, chats)
             return ROWS.get(stored, Jsonl)(files, transform=transform)
         rows = ROWS[kind](files, field=self.field, tokenizer=tokenizer)
         return rows if masked else rows.counting()
@@ -801,7 +826,7 @@ class Corpus:
             raise FileError(f"data.template: {self.template} cannot be read. Check the path.")
         return template
 
-    def _key(self, files: list[Path]) -> str:
+    def _key(self, files: list[Path], kind: Format) -> str:
         """What the token file depends on, as JSON."""
         named = [Path(each) for each in (self.tokenizer, self.template) if each is not None]
         seen = [
@@ -809,8 +834,11 @@ class Corpus:
             for file, status in statuses([*files, *named])
         ]
         options = {**asdict(self), "paths": list(self.paths)}
-        if self.format in ("chat", "pairs"):
-            options["tools"] = True  # which older token files lack
+        # What token files of earlier releases lack:
+        if kind in ("chat", "pairs"):
+            options |= {"tools": True, "weights": True}
+        if kind == "parquet" and self.field == "input_ids":
+            options["labels"] = True
         if not isinstance(self.validation, float):
             options.pop("validation")  # has no effect on what is stored
         digest = digest_of(json.dumps(seen)).hex()
@@ -826,7 +854,7 @@ def _read_text(tokenize: Tokenize, path: Path) -> Sample:
 
 def _trained(sample: Sample) -> set[str]:
     """The names of the labels and loss masks that a sample has."""
-    return {name for name in ("labels", *LOSS_MASKS) if name in sample}
+    return {name for name in TARGETS if name in sample and name != SPANS}
 
 
 def _stored_type(name: str, values: Any) -> np.dtype[Any]:
@@ -850,6 +878,6 @@ def _in_words_of_settings() -> Iterator[None]:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError):
         return None

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evenstep.core.ragged import IntArray, frozen
-from evenstep.data.files import Jsonl, column_lengths, dataset_column, refuse_empty
+from evenstep.data.files import Jsonl, RowSource, column_lengths, dataset_column, refuse_empty
 from evenstep.data.source import (
     Draw,
     ItemTransform,
@@ -41,6 +41,19 @@ from evenstep.errors import ConfigError, InputError, SampleError
 _PATIENCE = 5.0  # seconds until a warning says how long it will take
 
 
+def known_lengths(dataset: Any, progress: Progress | None = None) -> IntArray | None:
+    """The lengths of all items of a source or a Hugging Face dataset; None if they are known only
+    by reading its items. Of a dataset, those of the column `input_ids`."""
+    if hasattr(dataset, "lengths_of"):
+        lengths: IntArray = dataset.lengths_of(np.arange(len(dataset)))
+        return lengths
+    if isinstance(dataset, RowSource):
+        return dataset.list_lengths(progress)
+    if _has_column(dataset):
+        return column_lengths([dataset_column(dataset, "input_ids", "the dataset")], progress)
+    return None
+
+
 def measured_lengths(
     dataset: Any,
     read: Callable[[int], Sample] | None,
@@ -48,20 +61,14 @@ def measured_lengths(
 ) -> IntArray:
     """The lengths of all items of a dataset; of what `read` gives, if it is not None.
 
-    Without `read`, they come from `lengths_of` or the column `input_ids`, if the dataset has one,
-    which reads no other columns. Otherwise every item is read once. `progress(done, total)` is
-    called meanwhile; without it, a warning says how long it takes, if that is long.
+    Without `read`, `known_lengths` are not read. Otherwise every item is read once.
+    `progress(done, total)` is called meanwhile; without it, a warning says how long it takes, if
+    that is long.
     """
     total, start, warned = len(dataset), time.monotonic(), progress is not None
     if read is None:
-        if hasattr(dataset, "lengths_of"):
-            lengths: IntArray = dataset.lengths_of(np.arange(total))
-            return lengths
-        if _has_column(dataset):
-            column = dataset_column(dataset, "input_ids", "the dataset")
-            listed = column_lengths([column], "input_ids", progress)
-            if listed is not None:
-                return listed
+        if (known := known_lengths(dataset, progress)) is not None:
+            return known
         seeded = is_seeded(dataset)
         read = (lambda i: dataset.drawn(i, Draw(i, 0, 0))) if seeded else dataset.__getitem__
     lengths = np.zeros(total, np.int64)
@@ -247,9 +254,9 @@ class MeasuredMapped(Mapped):
 
     `lengths` are those of the samples that `transform` returns, one per item, or the name of a
     column of a Hugging Face dataset. By default they are counted on first use: from the column
-    `input_ids` of a Hugging Face dataset, or those of another source, unless there is a transform;
-    else by reading every item once. A seeded transform (see `Mapped`) must not change the length of
-    a sample from epoch to epoch.
+    `input_ids` of a Hugging Face dataset, the `field` of a `ParquetText`, or those of another
+    source, unless there is a transform; else by reading every item once. A seeded transform (see
+    `Mapped`) must not change the length of a sample from epoch to epoch.
 
     >>> data = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
     >>> source = MeasuredMapped(data, lengths=[3, 1])
@@ -478,6 +485,15 @@ def as_measured(value: object, lengths: ArrayLike | None = None) -> MeasuredSour
 def is_source(value: object) -> bool:
     """Whether `value` is a source itself. Nothing is read."""
     return _has(value, *_BY_INDEX) or _has(value, *_IN_ORDER)
+
+
+def wrapped_fingerprint(source: object) -> str | None:
+    """The fingerprint of the source that a source wraps, and of those inside it; None if it wraps
+    none."""
+    inside: list[str] = []
+    while is_source(source := getattr(source, "dataset", None)):
+        inside.append(str(getattr(source, "fingerprint")))  # noqa: B009
+    return ",".join(inside) or None
 
 
 _BY_INDEX = ("fingerprint", "__len__", "__getitem__")

@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from evenstep.core.plan_file import reading
 from evenstep.core.ragged import IntArray, offsets_of
 from evenstep.core.text import counted, short_repr
 from evenstep.data.source import (
-    LOSS_MASKS,
+    TARGETS,
     Draw,
     ItemTransform,
     Progress,
@@ -37,6 +37,7 @@ from evenstep.data.source import (
     Transform,
     TransformedItems,
     digest_of,
+    hides_tokens,
     spread,
 )
 from evenstep.errors import ConfigError, EvenstepError, FileError, InputError
@@ -352,6 +353,16 @@ class RowSource(Shards, TransformedItems):
         other._counting = True
         return other
 
+    def list_lengths(self, progress: Progress | None = None) -> IntArray | None:
+        """The lengths of the token lists in `field`, read without the tokens; None if the first
+        file holds anything else, or a transform reads the rows."""
+        columns = [] if self.transform.function else list(self._columns())
+        return column_lengths(columns, progress) if columns else None
+
+    def _columns(self) -> Iterable[ListColumn]:
+        """The column `field` of every file, if files have columns."""
+        return ()
+
     def _row(self, item: int) -> Any:
         shard, number = self._locate(item)
         return self._files[shard][number]
@@ -381,6 +392,11 @@ class RowSource(Shards, TransformedItems):
             _check_masks(row, field)
         if not isinstance(value, str):
             tokens = self._token_list(value, field)
+            if not self._counting and hides_tokens(row):
+                raise InputError(
+                    "'attention_mask' hides tokens, which are padding. Remove them from the row, "
+                    "or pass a transform."
+                )
             return {**row, "input_ids": tokens} if is_sample else {"input_ids": tokens}
         array = np.asarray(self._tokenize(value))
         if array.ndim == 1 and not len(array):
@@ -448,7 +464,7 @@ class RowSource(Shards, TransformedItems):
 
 def _check_masks(row: Mapping[str, Any], field: str) -> None:
     """Raise if a row says which tokens are trained, and that would be lost."""
-    for name in ("labels", *LOSS_MASKS):
+    for name in TARGETS:
         value = row.get(name)
         if value is None or (name == "labels" and not isinstance(value, list)):
             continue  # a label of the whole text is not about tokens
@@ -517,8 +533,9 @@ class ParquetText(RowSource):
 
     `paths` is a path, a pattern such as `"data/*.parquet"`, or a list of either. Matches of a
     pattern are sorted; a list keeps its order. An item is `transform(row)`, one sample or a list of
-    several; without a transform, the tokens of `field` (default: `text`), and no other column is
-    read. A transform may have parameters named `sample_id`, `epoch` and `seed` (see `Draw`).
+    several; without a transform, the tokens of `field` (default: `text`). Of other columns only
+    labels and masks are read, under the rules of `Jsonl`. A transform may have parameters
+    named `sample_id`, `epoch` and `seed` (see `Draw`).
 
     Footers are read on first use. Parquet is decoded by row group, and the last four groups are
     cached. So reading in order is fast, but reading in shuffled order decodes a group for almost
@@ -542,11 +559,17 @@ class ParquetText(RowSource):
         """(file, row group) -> its table, from the cache if possible. One thread decodes at a
         time."""
         lock = threading.Lock()
-        columns = None if self.transform.function else [self.field]
+        names = () if self._counting else (*TARGETS, "attention_mask")
 
         @lru_cache(_GROUPS_KEPT)
         def decoded(path: Path, group: int) -> Any:
             with reading_parquet(path) as parquet, parquet.ParquetFile(path) as opened:
+                columns = None
+                if self.transform.function is None:
+                    known = {*opened.schema_arrow.names}
+                    if not is_token_list(opened.schema_arrow.field(self.field).type):
+                        known -= {"attention_mask"}
+                    columns = [self.field, *(name for name in names if name in known)]
                 return opened.read_row_group(group, columns=columns)
 
         def table(path: Path, group: int) -> Any:
@@ -572,9 +595,7 @@ class ParquetText(RowSource):
         about = f"parquet {footers.hexdigest()} "
         return digest_of(about, files_digest(self.paths), samples).hex()
 
-    def list_lengths(self, progress: Progress | None) -> IntArray | None:
-        """The lengths of the token lists in `field`, read without the tokens; None if the first
-        file holds anything else."""
+    def _columns(self) -> Iterable[ListColumn]:
         name = str(self.field)
 
         def chunks(path: Path) -> Iterator[Any]:
@@ -582,11 +603,9 @@ class ParquetText(RowSource):
                 for group in range(opened.num_row_groups):
                     yield opened.read_row_group(group, columns=[name]).column(name)
 
-        columns = [
-            ListColumn(str(file.path), file.schema.field(name).type, len(file), chunks(file.path))
-            for file in self._files
-        ]
-        return column_lengths(columns, name, progress)
+        for file in self._files:
+            kind = file.schema.field(name).type
+            yield ListColumn(str(file.path), name, kind, len(file), chunks(file.path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -632,6 +651,7 @@ class ListColumn(NamedTuple):
     """A column of one file or dataset: its Arrow type, and its rows chunk by chunk."""
 
     where: str
+    name: str
     kind: Any
     rows: int
     chunks: Iterator[Any]
@@ -660,18 +680,15 @@ def list_lengths(column: Any, name: str, where: str, first: int = 0) -> IntArray
     return np.asarray(counts.to_numpy(), np.int64)
 
 
-def column_lengths(
-    columns: Sequence[ListColumn], name: str, progress: Progress | None
-) -> IntArray | None:
-    """The lengths of the token lists of a column of several files or datasets; None if the first
+def column_lengths(columns: Sequence[ListColumn], progress: Progress | None) -> IntArray | None:
+    """The lengths of the token lists of columns of several files or datasets; None if the first
     one holds anything else."""
     if not is_token_list(columns[0].kind):
         return None
     lengths = [np.zeros(0, np.int64)]
     done, total = 0, sum(column.rows for column in columns)
-    for where, kind, _, chunks in columns:
+    for where, name, _, _, chunks in columns:
         before = done
-        _check_token_lists(kind, name, where)
         for chunk in chunks:
             lengths.append(list_lengths(chunk, name, where, done - before))
             done += len(chunk)
@@ -686,7 +703,7 @@ def dataset_column(dataset: Any, name: str, where: str) -> ListColumn:
     check_column(schema, name, where)
     tables = dataset.select_columns([name]).with_format("arrow").iter(_ROWS_AT_ONCE)
     chunks = (table[name] for table in tables)
-    return ListColumn(where, schema.field(name).type, len(dataset), chunks)
+    return ListColumn(where, name, schema.field(name).type, len(dataset), chunks)
 
 
 def check_column(schema: Any, name: str, where: str) -> None:
@@ -735,11 +752,9 @@ class SavedDatasets(RowSource):
         """Those of the datasets."""
         return ",".join(str(dataset._fingerprint) for dataset in self._files)
 
-    def list_lengths(self, progress: Progress | None) -> IntArray | None:
-        """The lengths of the token lists in `field`; None if the first dataset has others."""
-        name, named = str(self.field), zip(self.paths, self._files, strict=True)
-        columns = [dataset_column(dataset, name, str(path)) for path, dataset in named]
-        return column_lengths(columns, name, progress)
+    def _columns(self) -> Iterable[ListColumn]:
+        for path, dataset in zip(self.paths, self._files, strict=True):
+            yield dataset_column(dataset, str(self.field), str(path))
 
 
 def is_saved_dataset(path: Path) -> bool:

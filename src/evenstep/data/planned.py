@@ -59,6 +59,7 @@ from evenstep.data.stream import (
     Stream,
     check_lengths,
     estimated_tokens,
+    known_to,
     settings_digest,
     world_for,
 )
@@ -562,10 +563,8 @@ class PlannedStream(Stream):
         `allow` has no effect; pooled streams need it.
         """
         cursor = Cursor.from_dict(state)
-        identity = dict(self._identity_inside if "inside" in cursor.position else self._identity)
-        if "lengths" not in cursor.identity:  # written by version 0.1.0
-            del identity["lengths"]
-        cursor.check(identity)
+        inside = "inside" in cursor.position
+        cursor.check(known_to(cursor, self._identity_inside if inside else self._identity))
         at = StreamPosition.of(cursor)
         if not 0 <= at.position <= self._units:
             raise CursorError(
@@ -624,6 +623,9 @@ class PlannedStream(Stream):
         identity["order"] = self._order.description
         if self._groups is not None:
             identity["groups"] = column_digest(self._groups.__getitem__, len(self._groups))
+            every = _digest(self._groups)
+            if every != identity["groups"]:  # which covers 4096 samples
+                identity["all groups"] = every
         return identity
 
     @cached_property

@@ -37,6 +37,7 @@ from evenstep.data.stream import (
     Stream,
     check_lengths,
     estimated_tokens,
+    known_to,
     knows_lengths,
     settings_digest,
 )
@@ -301,11 +302,12 @@ class PooledStream(Stream):
         self._loaded = ReaderStates.from_dict(cursor.position)
         self._done, self._skip = cursor.step, 0
         self._restart()
-        self._changed, self._counts = bool(cursor.differences(self._identity)), {}
+        self._changed, self._counts = bool(self.differences(state)), {}
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """What differs between this stream and that of a state, in words; [] if nothing does."""
-        return list(Cursor.from_dict(state).differences(self._identity).values())
+        cursor = Cursor.from_dict(state)
+        return list(cursor.differences(known_to(cursor, self._identity)).values())
 
     def _start_epochs(self) -> Collection[int]:
         """The epochs of the start. Readers of an endless stream can be in different ones."""
@@ -441,8 +443,8 @@ def check_changes(cursor: Cursor, identity: Mapping[str, str], allow: Collection
             "way. Resume with that version, or start without the cursor, for example at the next "
             "epoch."
         )
-    if not ("lengths" in cursor.identity and "lengths" in identity):  # known to one of them only
-        identity = {name: value for name, value in identity.items() if name != "lengths"}
+    identity = known_to(cursor, identity)
+    if "lengths" not in identity:  # known to one of them only
         kept = {name: value for name, value in cursor.identity.items() if name != "lengths"}
         cursor = replace(cursor, identity=kept)
     differing, needed = list[str](), set[str]()

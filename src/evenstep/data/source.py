@@ -165,6 +165,11 @@ LOSS_MASKS = (
 several systems. A token counts if no mask that the sample has is 0. An entry belongs to the token
 that is predicted, not to the one before it."""
 
+SPANS = "loss_masking_spans"
+"""The key of a sample with (begin, end) pairs of tokens that do not count in the loss."""
+TARGETS = ("labels", SPANS, *LOSS_MASKS)
+"""All keys that say which tokens count in the loss, or what is predicted there."""
+
 _SPELLINGS = {name.replace("_", ""): name for name in LOSS_MASKS}
 _OTHER_MASKS = ("attention_mask", "special_tokens_mask")  # endings; say nothing about the loss
 
@@ -199,6 +204,14 @@ def _looks_like_mask(name: str) -> bool:
     ending = name.lower()
     mask = ending.endswith(("mask", "masks")) and not ending.endswith(_OTHER_MASKS)
     return mask and name not in LOSS_MASKS
+
+
+def hides_tokens(sample: Mapping[str, Any]) -> bool:
+    """Whether the `attention_mask` of a sample is not 1 for all: some are padding."""
+    mask = sample.get("attention_mask")
+    if isinstance(mask, list):
+        return mask.count(1) != len(mask)
+    return mask is not None and not (_array(mask) == 1).all()
 
 
 def length_of(sample: Sample) -> int:
@@ -425,7 +438,7 @@ def loss_labels_of(sample: Any, start: int, end: int, stop: int) -> NDArray[np.b
             counted &= (mask[labels] if mask.ndim else mask) != 0
         if "labels" in sample:
             counted &= _array(sample["labels"])[labels] != -100
-        for span in sample.get("loss_masking_spans", ()):
+        for span in sample.get(SPANS, ()):
             counted[slice(*(max(int(edge) - labels.start, 0) for edge in span))] = False
     except (LookupError, TypeError, ValueError) as error:
         raise InputError(

@@ -18,6 +18,7 @@ from evenstep.core.ragged import offsets_of, rounded_up, sample_name
 from evenstep.core.recipe import Recipe, World
 from evenstep.core.step import Cursor, Step
 from evenstep.core.text import one_of, seed_number, truth_value, whole_number
+from evenstep.data.dataset import wrapped_fingerprint
 from evenstep.data.pool import micro_batch
 from evenstep.data.source import (
     ALL_DIGESTED,
@@ -130,10 +131,31 @@ class Stream(ABC):
 
     _now: Cursor | None = None  # after the last step that was yielded; None: at the start
     _iterated = False  # since the start was set
+    moves = 0
+    """How often the start was set."""
+    shared_moves: Any = None
+    """An array in shared memory that holds `moves` for workers, which have copies of this stream;
+    None if nothing has asked for it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has moves of its own."""
+        return {**vars(self), "shared_moves": None}
 
     def _restart(self) -> None:
         """Called whenever the start is set."""
         self._now, self._iterated = None, False
+        self.moves += 1
+        if self.shared_moves is not None:
+            self.shared_moves[0] = self.moves
+
+    def passed(self, cursor: Cursor) -> None:
+        """Record the position after a step that a loader or a sampler of this stream yielded."""
+        self._now, self._iterated = cursor, True
+
+    def now(self, workers: int = 1) -> Cursor:
+        """The cursor after the last step that was yielded, or before the first one, for this
+        number of workers."""
+        return self.start(workers) if self._now is None else self._now
 
     @property
     @abstractmethod
@@ -151,7 +173,7 @@ class Stream(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the last step that was yielded, as plain data."""
-        return (self.start() if self._now is None else self._now).to_dict()
+        return self.now().to_dict()
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
@@ -204,9 +226,24 @@ class Stream(ABC):
             # that was edited usually has another length.
             known = cast("MeasuredSource", source)
             identity["lengths"] = column_digest(known.lengths_of, len(known), ALL_DIGESTED)
+        inside = wrapped_fingerprint(source) if name is None else None
+        if inside is not None:  # a wrapper's own covers some samples, that of files the rest
+            identity["wrapped data"] = inside
         if is_seeded(source):
             identity["seed of samples"] = str(self.seed)
         return identity
+
+
+_LATER = ("lengths", "wrapped data", "all groups")  # than version 0.1.0
+
+
+def known_to(cursor: Cursor, identity: Mapping[str, str]) -> dict[str, str]:
+    """An identity without what releases before the one that wrote the cursor did not compare."""
+    return {
+        name: value
+        for name, value in identity.items()
+        if name not in _LATER or name in cursor.identity
+    }
 
 
 def world_for(recipe: Recipe, world: World | None) -> World:

@@ -35,11 +35,13 @@ from evenstep.core.ragged import IntArray, offsets_of, rounded_up
 from evenstep.core.text import one_of
 from evenstep.data.files import Paths, Shards, files_digest, files_of
 from evenstep.data.source import (
-    LOSS_MASKS,
+    SPANS,
+    TARGETS,
     Sample,
     SampleSource,
     check_items,
     digest_of,
+    hides_tokens,
     read_samples,
 )
 from evenstep.errors import ConfigError, FileError, InputError
@@ -251,8 +253,8 @@ class TokenFileWriter:
 
     `dtype` is that of `input_ids`. `columns` maps further columns, with one entry per token, to
     their dtypes. Other keys of a sample are ignored, except that labels and loss masks which are
-    not among the columns are an error. The file appears when the `with` block ends. If the block
-    raises, an existing file is left unchanged.
+    not among the columns are an error, and so is padding by an `attention_mask`. The file appears
+    when the `with` block ends. If the block raises, an existing file is left unchanged.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = f"{folder}/a.tokens"
@@ -283,7 +285,7 @@ class TokenFileWriter:
                 f"the names of {len(self._columns)} columns do not fit into a header of "
                 f"{HEADER_SIZE} bytes. Use fewer columns or shorter names."
             )
-        self._lost = [name for name in ("labels", *LOSS_MASKS) if name not in dtypes]
+        self._lost = [name for name in TARGETS if name not in dtypes]
         self._sections: dict[str, _Section] = {}
         self._temporary = self.path
         self._samples = self._tokens = 0
@@ -317,9 +319,14 @@ class TokenFileWriter:
         for name in self._lost:
             if name in row:
                 remedy = f"Pass columns={{{name!r}: np.{'int32' if name == 'labels' else 'uint8'}}}"
+                if name == SPANS:
+                    remedy = "Write these tokens as 0 of a 'loss_mask'"
                 raise self._refused(
                     f"has {name!r}, which would be lost", f"{remedy}, or remove it."
                 )
+        if "attention_mask" not in self._columns and hides_tokens(row):
+            fault = "has an 'attention_mask' that hides tokens, which are padding"
+            raise self._refused(fault, "Remove them from the sample.")
         arrays: dict[str, NDArray[Any]] = {}
         for name, dtype in self._columns.items():
             if name not in row:

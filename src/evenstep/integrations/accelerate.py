@@ -187,6 +187,15 @@ class StepLoader(DataLoaderShard):  # type: ignore[misc]
         """The epoch of the next pass: the first one to run after a resume."""
         return int(self.iteration)
 
+    @property
+    def total_batch_size(self) -> int:
+        """Raises: batches of one loader have no common size."""
+        raise ConfigError(
+            "total_batch_size is unknown, because planned micro-batches differ in size. For the "
+            "samples of a step read recipe.steps or step.plan of the stream, for the number of "
+            "steps loader.num_steps(epochs)."
+        )
+
     def num_steps(self, epochs: int) -> int:
         """The exact number of optimizer steps of the first `epochs` epochs."""
         return self.step_sampler.num_steps(epochs)

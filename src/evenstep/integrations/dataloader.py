@@ -46,7 +46,8 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
     merges those of all workers.
 
     `state_dict` and `load_state_dict` are for torchdata's `StatefulDataLoader`, which keeps one
-    state per worker. `set_epoch` also reaches persistent workers.
+    state per worker. `set_epoch`, and `skip_batches` after it, also reach persistent workers. Any
+    other start that is set while these run is an error when they are iterated.
 
     capped  whether each worker stops at `max_num_steps` by its own count. It stops too early if
             other workers have ended before; pass False if the caller counts steps
@@ -58,24 +59,49 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         super().__init__()
         self.stream, self.collate = stream, collate
         self._capped = truth_value("capped", capped)
-        # Shared with the workers: the epoch that was set last, and the steps done before it.
-        self._epoch = torch.tensor([-1, 0], device="cpu").share_memory_()
-        self._applied: list[int] = [-1, 0]
+        # Shared with the workers: how often the start of the stream was set. And the epoch that was
+        # set last, the steps done before it and those skipped since, and `stream.moves` after that.
+        if stream.shared_moves is None:
+            stream.shared_moves = torch.tensor([stream.moves], device="cpu").share_memory_()
+        self._moves = stream.shared_moves
+        self._epoch = torch.tensor([0, 0, 0, -1], device="cpu").share_memory_()
+        self._applied: int | None = None  # `stream.moves` that this worker follows
         self._now: Cursor | None = None
         self._loaded: dict[str, Any] = {}  # the state of this worker that was loaded
 
     def __iter__(self) -> Iterator[Step]:
         # Not in a generator: the state may be read before the first step.
         refuse_dispatching(self)
-        worker, workers = _worker()
-        if get_worker_info() is not None:
+        worker, workers = self._worker()
+        if self._applied is not None:
             register_shared_steps()
-        epoch = self._epoch.tolist()
-        if epoch != self._applied:
-            self._applied, self._loaded = epoch, {}
-            self.stream.set_epoch(*epoch)
+            if not self._follows():
+                return iter(_refuse_moves, None)  # torch does not pass on an error before a step
         self._now = None
         return self._prepared(self.stream.walk(worker, workers, self._loaded.get("turn")))
+
+    def _worker(self) -> tuple[int, int]:
+        """The number of this worker, and of all. In a worker, the copy of the stream begins where
+        the stream was when the worker was made."""
+        info = get_worker_info()
+        if info is None:
+            return 0, 1
+        if self._applied is None:
+            self._applied, self.stream.shared_moves = self.stream.moves, None
+        return info.id, info.num_workers
+
+    def _follows(self) -> bool:
+        """Set the start as in the process that made this worker, if it was set there since; False
+        if that is not possible."""
+        epoch, done, skipped, moves = self._epoch.tolist()
+        now = int(self._moves[0])
+        if now != self._applied:
+            if now != moves:
+                return False
+            self._applied, self._loaded = now, {}
+            self.stream.set_epoch(epoch, done)
+            self.stream.skip_batches(skipped)
+        return True
 
     def _prepared(self, steps: Iterator[Step]) -> Iterator[Step]:
         most = self.stream.max_num_steps
@@ -84,6 +110,8 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
                 return
             ready = step.loaded() if self.collate is None else step.collated(self.collate)
             self._now = step.cursor
+            if self._capped:
+                self.stream.passed(step.cursor)
             yield ready
 
     def __len__(self) -> int:
@@ -92,18 +120,38 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
 
     def set_epoch(self, epoch: int, done: int | None = None) -> None:
         """Start the next iteration at the beginning of `epoch` in all workers, or at a position
-        within it that was loaded and not iterated yet."""
+        within it that was loaded and not iterated yet.
+
+        `done` is the number of steps before. By default it is that of this process, which does not
+        know how many steps its workers have made; a `StreamLoader` counts them.
+        """
+        before = self.stream.moves
         self.stream.set_epoch(epoch, done)
-        self._applied, self._loaded = [epoch, self.stream.done], {}
-        self._epoch.copy_(torch.tensor(self._applied))
+        if self.stream.moves != before:
+            self._now, self._loaded = None, {}
+            self._share(epoch, self.stream.done, 0)
 
     def skip_batches(self, steps: int) -> None:
-        """Start `steps` steps later."""
+        """Start `steps` steps later. Persistent workers that run need `set_epoch` before it."""
+        epoch, done, skipped, moves = self._epoch.tolist()
+        before = self.stream.moves
         self.stream.skip_batches(steps)
+        if self.stream.moves != before:
+            self._now, self._loaded = None, {}
+        if before == moves:
+            self._share(epoch, done, skipped + steps)
+
+    def _share(self, epoch: int, done: int, skipped: int) -> None:
+        self._epoch.copy_(torch.tensor([epoch, done, skipped, self.stream.moves]))
+
+    def follows(self, moves: int) -> bool:
+        """Whether workers that were made when the stream had so many `moves` are or will be where
+        it is now."""
+        return self.stream.moves in (moves, int(self._epoch[-1]))
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this worker after the step that it yielded last."""
-        _, workers = _worker()
+        _, workers = self._worker()
         if self._now is not None:
             return {"cursor": self._now.to_dict(), "turn": workers - 1, "workers": workers}
         if self._loaded:
@@ -114,7 +162,7 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
         """Start after the step that the state was taken at. The state is a cursor, or in a worker
         the result of its own `state_dict`."""
         loaded: object = state
-        _, workers = _worker()
+        _, workers = self._worker()
         own = isinstance(loaded, Mapping) and "cursor" in state
         if own and state.get("workers") != workers:
             raise CursorError(
@@ -123,7 +171,15 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
                 f"any number."
             )
         self.stream.load_state_dict(state["cursor"] if own else state)
-        self._loaded = dict(state) if own else {}
+        self._now, self._loaded = None, dict(state) if own else {}
+
+
+def _refuse_moves() -> Step:
+    raise CursorError(
+        "the start of the stream was set while persistent workers run, which have copies of it. "
+        "Call set_epoch of the dataset and then skip_batches, make another DataLoader to load a "
+        "state, or use a StreamLoader."
+    )
 
 
 class StreamLoader:
@@ -141,8 +197,8 @@ class StreamLoader:
     progress  `progress(done, total)` is called while `len` counts the steps of a planned stream
 
     If torch.distributed is initialised with as many processes as the stream has ranks, the first
-    iteration compares the ranks' data, order, seed, recipe and position, and raises on all of them
-    if one differs. All ranks must iterate then.
+    iteration, and that after a state was loaded, compares the ranks' data, order, seed, recipe and
+    position, and raises on all of them if one differs. All ranks must iterate then.
 
     >>> from evenstep import Packed, PlannedStream, Recipe, Steps
     >>> from evenstep.data import InMemory
@@ -172,21 +228,20 @@ class StreamLoader:
         self._anyone = anyone
         self._gather = all_gather if gather is None and anyone is None else gather
         self._loader: Any = None
-        self._now: Cursor | None = None
-        self._compared = False
+        self._made_at = -1  # `stream.moves` when the workers of `_loader` were made
 
     def __iter__(self) -> Iterator[Step]:
         # Includes the start of every worker, also of those that have not yielded a step yet.
-        self._now = start = self.stream.start(max(1, self.num_workers))
-        if not self._compared:
+        start = self.stream.start(max(1, self.num_workers))
+        self.stream.passed(start)
+        if self._loader is None or not self._dataset.follows(self._made_at):
             _compare(self.stream, start)
-            self._compared = True
-        if self._loader is None:
             self._loader = self._loader_of(self._dataset, start, **self._options)
+            self._made_at = self.stream.moves
         iterators: list[Any] = []  # torch's
         try:
             for step in self._numbered(start, iterators):
-                self._now = step.cursor
+                self.stream.passed(step.cursor)
                 yield step
         finally:
             # End the workers. An error that torch re-raises keeps them alive in a reference cycle.
@@ -276,22 +331,17 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the step that was yielded last."""
-        now = self.stream.start(max(1, self.num_workers)) if self._now is None else self._now
-        return now.to_dict()
+        return self.stream.now(max(1, self.num_workers)).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], allow: Collection[str] = ()) -> None:
         """Start after the step that the state was taken at. `allow` names settings of a pooled
         stream that may have changed since; see `PooledStream.load_state_dict`."""
         self.stream.load_state_dict(state, allow)
-        self._compared = False
-        self._loader, self._now = None, None  # persistent workers have a copy of the old stream
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of `epoch`, or at a position within it that
         was loaded and not iterated yet."""
-        done = None if self._now is None else self._now.step
-        self._dataset.set_epoch(epoch, done)
-        self._now = None
+        self._dataset.set_epoch(epoch)
 
     def skip_batches(self, steps: int) -> None:
         """Start `steps` steps later; where ranks share what is left, not past the end of one."""
@@ -361,11 +411,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
             "in_order must be True: a cursor cannot express steps that are done out of order. "
             "Remove the option."
         )
-
-
-def _worker() -> tuple[int, int]:
-    info = get_worker_info()
-    return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 # Steps in shared memory ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from evenstep.core.plan import MicroBatch
-from evenstep.core.step import Cursor, Step
+from evenstep.core.step import Step
 from evenstep.core.text import truth_value, whole_number
 from evenstep.data.planned import PlannedStream, StreamPosition
 from evenstep.data.pool import micro_batch
@@ -112,7 +112,6 @@ class PlannedBatchSampler:
             )
         self.dropped = 0
         """Number of samples in steps that were left out so far."""
-        self._now: Cursor | None = None  # after the last micro-batch; None: not iterated
         self._filled = 0  # empty micro-batches at the end of the epoch that were yielded
         self._skipped = 0  # those before the start
         self._passed: list[StreamPosition] = []  # after each step of this iteration
@@ -129,8 +128,9 @@ class PlannedBatchSampler:
         return (part.micro.segments.sample.tolist() for part in self._parts())
 
     def _parts(self) -> Iterator[Part]:
-        self._now, self._filled = self.stream.start(), self._skipped
-        before = StreamPosition.of(self._now)
+        start, self._filled = self.stream.start(), self._skipped
+        self.stream.passed(start)
+        before = StreamPosition.of(start)
         epoch = last_epoch = before.epoch  # the last one with a step that was not left out
         for step in self.stream.walk():
             if step.epoch != before.epoch:  # the previous step was the last of its epoch
@@ -143,7 +143,7 @@ class PlannedBatchSampler:
                         f"left out. Use fewer ranks, more samples per step, or a StreamLoader."
                     )
                 self.dropped += int(step.totals.get("samples", 0))
-                self._now = step.cursor
+                self.stream.passed(step.cursor)
             else:
                 last_epoch = after.epoch
                 yield from self._parts_of(step, before)
@@ -171,14 +171,15 @@ class PlannedBatchSampler:
         if self.per_step is not None:
             self._passed.append(StreamPosition.of(step.cursor))
         for number, micro in enumerate([*step.micro_batches, *empty], 1):
-            self._now, state = step.cursor, None
+            now, state = step.cursor, None
             if self.per_step is None:
                 if number < count:
-                    self._now = self.stream.cursor(before.within(ranks, done + number))
+                    now = self.stream.cursor(before.within(ranks, done + number))
                 if micro.is_empty and self.epochs is None:
                     raise _without_work(step)
             elif number == count:
                 state = step.cursor.to_dict()
+            self.stream.passed(now)
             yield Part(micro, step.epoch, state)
 
     def _left_out(self, step: Step) -> bool:
@@ -264,20 +265,19 @@ class PlannedBatchSampler:
                 f"epoch {epoch} was not planned: there are {self.epochs} epochs. Set epochs to the "
                 f"number that is run."
             )
-        kept = self._now is None and epoch == self.epoch
-        self.stream.set_epoch(epoch, None if self._now is None else self._now.step)
-        self._now, self._skipped = None, self._skipped if kept else 0
+        before = self.stream.moves
+        self.stream.set_epoch(epoch)
+        self._skipped = self._skipped if self.stream.moves == before else 0
         self._filled = self._skipped
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last micro-batch that was yielded."""
-        state = (self.stream.start() if self._now is None else self._now).to_dict()
+        state = self.stream.state_dict()
         return {**state, "filled": self._filled} if self._filled else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start after the micro-batch that the state was taken at."""
         self.stream.load_state_dict(state)
-        self._now = None
         self._filled = self._skipped = int(state.get("filled", 0))
 
     # Trainers that only save the number of steps, over epochs of equal length --------------------
