@@ -216,6 +216,9 @@ _SAME = {
     "evenstep/constant": "ranks scaled their losses by different constants, from {:g} to {:g}, "
     "because their steps have different budgets. Give every rank a step of the same stream "
     "(`until_all_end` for ranks whose stream ended).",
+    "evenstep/used": "ranks of fully_shard used different parameters in this step, whose gradients "
+    "it then mixes. Call model.set_reduce_scatter_unused_params(True), or use the same parameters "
+    "on all ranks.",
 }
 """What must be the same on all ranks, and the error if it is not."""
 

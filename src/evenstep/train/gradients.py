@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -130,6 +131,12 @@ class Gradients:
         """The gradients so far, of all accumulators."""
         sums = [*self._sums.values()] or [[parameter.grad for parameter in self.parameters]]
         return [gradient for gradients in sums for gradient in gradients if gradient is not None]
+
+    @property
+    def used(self) -> int:
+        """A number of 32 bits for the set of parameters that have a gradient."""
+        sums = [*self._sums.values()] or [[parameter.grad for parameter in self.parameters]]
+        return crc32(bytes(gradient is not None for each in sums for gradient in each))
 
     def _take(self) -> list[Tensor | None]:
         taken = [parameter.grad for parameter in self.parameters]

@@ -19,6 +19,7 @@ from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchExchange
 from evenstep.tensors.losses import Sums
+from evenstep.train.checks import check_same
 from evenstep.train.collectives import Bundle, Collective, gather_values
 from evenstep.train.compiling import Compilations
 from evenstep.train.step_loss import LossValues, StepLoss
@@ -254,7 +255,8 @@ class Timings:
 
     wait         waiting for the next micro-batch to be prepared
     prepare      reading, collating and copying, mostly while the model runs
-    compute      forwards and backwards, including the communication of DDP or FSDP in them
+    compute      preprocess, forwards and backwards, including the communication of DDP or FSDP in
+                 them
     communicate  the runner's own sums over ranks
     total        from the call to its end
     first        from the call to the first forward
@@ -387,7 +389,9 @@ class StepResult:
         if self.reduced:
             return self
         assert self.known is not None
-        numbers = self.known.finish(self.bundle.reduce(collective))
+        reduced = self.bundle.reduce(collective)
+        check_same(reduced)
+        numbers = self.known.finish(reduced)
         result = replace(self, numbers=numbers)
         if result.without_loss:
             raise InputError(f"no token of this step counts in the loss, on any rank. {ANY_CAUSE}")

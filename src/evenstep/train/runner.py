@@ -409,6 +409,7 @@ class StepRun:
         cuda = self.device is not None and self.device.type == "cuda"
         self.copies = copy_stream(self.device) if cuda else None
         self.compute, self.communicate = ComputeTime(cuda), Stopwatch()
+        self.preprocessing = ComputeTime(cuda)
         self.step_loss, self.sums = self._make_step_loss(budget)
         # Whether every backward exchanges gradients: sharded accumulators of several denominators
         # hold exchanged ones only.
@@ -485,13 +486,14 @@ class StepRun:
                 # The last micro-batch was not known in advance: an empty one exchanges gradients.
                 self._run_micro_batch(self._prepare(self._empty()), last=True)
             self.busy = self.compute.busy()
+            self.preprocessing.busy()  # which are all its seconds on a GPU
             self.heads.check()  # which waits for nothing: the device has ended the step
             self.counts = counts_of(self.ran, self.runner.cost)
             bundle, numbers = self._finish()
             timings = result.Timings(
                 wait=counting + prepared.waited,
                 prepare=counting + prepared.preparing,
-                compute=self.compute.seconds,
+                compute=self.preprocessing.seconds + self.compute.seconds,
                 communicate=self.communicate.seconds,
                 total=time.perf_counter() - began,
                 first=first,
@@ -629,11 +631,9 @@ class StepRun:
                 stream.wait_event(ready.copied)
                 batch.record_stream(stream)
             if self.runner.preprocess is not None:
-                began = time.perf_counter()
                 torch.clear_autocast_cache()  # casts of weights before the last update
-                with torch.no_grad():
+                with self.preprocessing, torch.no_grad():
                     batch = self.runner.preprocess(batch)
-                self.compute.seconds += time.perf_counter() - began
             shard: Batch | BatchShard = batch
             first = True
             if self.runner.shard is not None:
@@ -757,6 +757,8 @@ class StepRun:
                 metrics |= checks.same_on_ranks("constant", self.step_loss.constant)
             if self.scale is not None:
                 metrics |= checks.same_on_ranks("scale", self.scale)
+            if self.framework.locks_step:
+                metrics |= checks.same_on_ranks("used", self.gradients.used)
         return metrics
 
     def _sum_gradients(self, alone: bool) -> dict[str, Metric]:
