@@ -77,6 +77,25 @@ def not_trainable(parameters: Sequence[Tensor]) -> ConfigError:
     )
 
 
+def check_inside(losses: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
+    """Raise if a loss depends on a parameter that is not among those of the model."""
+    inside = {id(parameter) for parameter in parameters}
+    nodes: list[Any] = [loss.grad_fn for loss in losses]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in inside:
+            raise ConfigError(
+                f"the loss depends on a parameter of shape {tuple(leaf.shape)} that is not in the "
+                f"model, so its gradient would be neither scaled nor summed over ranks. Make it a "
+                f"part of the model that the runner gets, or freeze it (`requires_grad_(False)`)."
+            )
+        further = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= further
+        nodes += further
+
+
 # Batches ----------------------------------------------------------------------------------------
 
 _KEEP_GROUPS = (

@@ -187,6 +187,10 @@ class Framework:
         """Context for one forward and backward; `now` exchanges gradients in this backward."""
         return nullcontext()
 
+    def leaves(self) -> list[Tensor]:
+        """The parameters that a forward reads."""
+        return list(self.model.parameters())
+
     def pending(self) -> list[Tensor]:
         """Gradients of this step that were not exchanged yet and are not in `.grad`."""
         return []
@@ -351,6 +355,15 @@ class FullyShard(Framework):
         finally:
             self.model.set_requires_gradient_sync(True)
             self.model.set_is_last_backward(True)
+
+    def leaves(self) -> list[Tensor]:
+        """Shards are gathered into parameters of their own."""
+        gathered = (
+            getattr(parameter, "_unsharded_param", None)
+            for group in self._groups
+            for parameter in group.fsdp_params
+        )
+        return [*super().leaves(), *(each for each in gathered if each is not None)]
 
     def pending(self) -> list[Tensor]:
         """Gradients that are accumulated without shards."""

@@ -155,6 +155,8 @@ class Runner:
     check_prefixes: bool = True
     _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The fingerprint of the first step, once ranks have compared it."""
+    _inside: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+    """True once a loss was seen to depend on parameters of the model alone."""
     _ran_out: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
     """The fewest slots that ran out of memory, once any have; equal on all ranks."""
 
@@ -689,6 +691,10 @@ class StepRun:
         objectives = self.step_loss.objectives(sums, scales)
         if not all(objectives.values()):
             raise checks.not_trainable(self.parameters)
+        if not runner._inside and (self.step_loss.expected is None or self.ranks.size > 1):
+            losses = [value for roots in objectives.values() for value, _ in roots]
+            checks.check_inside(losses, self.framework.leaves())
+            runner._inside.append(True)
         if runner.scaler is not None:
             scale = runner.scaler.scale
             self.scale = scale(next(iter(sums.values())).detach().new_ones(()))
@@ -718,6 +724,7 @@ class StepRun:
         separate = self.step_loss.separate
         later = self.step_loss.expected is not None and self.ranks.size > 1
         later = later and self.suspects is None and self.groups is None
+        later = later and self.runner.preprocess is None  # it may change what counts: compare now
         metrics = self._measures() | ({} if separate else self._sum_gradients(later))
         merged = Bundle.merge(self.bundles)
         bundle = Bundle(merged.sums, {**merged.metrics, **metrics})
