@@ -136,7 +136,7 @@ def test_a_preprocess_that_changes_what_counts_is_refused_where_denominators_are
         world = World(ranks.rank, 2)
         step = next(iter(PlannedStream(samples, recipe, world=world, loss_tokens=[3] * 4)))
         model, options = copy.deepcopy(MODEL), {"preprocess": half, "collective": ranks}
-        with pytest.raises(InputError, match="the totals give 12 for 'loss_tokens'.* had 6"):
+        with pytest.raises(InputError, match=r"the totals give 12 for 'loss_tokens'.* had 6"):
             Runner(model=model, loss=cross_entropy(), **options).run(step)
         runner = Runner(model=model, loss=cross_entropy(), mode="deferred", **options)
         assert runner.run(step).numbers.denominators == {"loss_tokens": 6.0}

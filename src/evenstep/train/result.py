@@ -83,11 +83,8 @@ class BatchSegments:
         samples = batch.unshared
         self.tiles = (samples.sample_ids, samples.starts, samples.seqlens, samples.cu_seqlens)
         self.continuation, self.rows, self.width = samples.continuation, batch.rows, batch.width
-        # Where segments see others, what runs: (samples of tiles, lengths, tokens in front).
-        self.shared = None
-        if batch.keys is not None:
-            behind = batch.keys.cu_seqlens.diff() - batch.cu_seqlens.diff()
-            self.shared = batch.sample_ids, batch.seqlens, behind
+        self._ids, self._lengths, self._ends = batch.sample_ids, batch.seqlens, batch.cu_seqlens
+        self._ends_of_keys = batch.cu_seqlens if batch.keys is None else batch.keys.cu_seqlens
         labels = samples.labels  # large, so not kept
         self.labels: Any = (
             int(np.count_nonzero(labels.numpy() != IGNORE_INDEX))
@@ -106,15 +103,18 @@ class BatchSegments:
         return SegmentArrays(*(each[real] for each in (sample, start, length, ends[:-1], more)))
 
     @property
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the tiles that run: their samples, lengths, and the tokens that they see in front."""
+        return self._ids, self._lengths, self._ends_of_keys.diff() - self._ends.diff()
+
+    @property
     def work(self) -> tuple[float, float, float]:
         """(tokens, squared lengths, segments) that run. Padded rows run at their full width."""
-        length, behind = self.arrays.length.astype(np.float64), 0.0
-        if self.shared is not None:
-            sample, run, in_front = (tensor.cpu().numpy() for tensor in self.shared)
-            length, behind = run[sample >= 0].astype(np.float64), in_front[sample >= 0]
-        elif self.rows > 1 and 0 < len(length) <= self.rows:
-            length = np.full(self.rows, float(self.width))
-        return float(length.sum()), float((length * (length + 2 * behind)).sum()), len(length)
+        sample, run, in_front = (tensor.cpu().numpy() for tensor in self.run)
+        length, in_front = run[sample >= 0].astype(np.float64), in_front[sample >= 0]
+        if self.rows > 1 and 0 < len(length) <= self.rows and not in_front.any():
+            length, in_front = np.full(self.rows, float(self.width)), np.zeros(self.rows)
+        return float(length.sum()), float((length * (length + 2 * in_front)).sum()), len(length)
 
 
 def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[str, float]:
@@ -122,17 +122,9 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
 
     Where samples share a prefix: the samples, but the tokens, slots and FLOPs that run.
     """
-    tiles: Any = zip(*(each.tiles[:3] for each in ran), strict=True)
-    sample, start, length = (torch.cat(column).cpu().numpy() for column in tiles)
+    sample, start, length = _joined([each.tiles[:3] for each in ran])
     predicted = int(length.sum()) - int(np.count_nonzero((start == 0) & (sample >= 0)))
-    behind = np.zeros_like(length)
-    if any(each.shared is not None for each in ran):
-        of_all = (
-            each.shared or (each.tiles[0], each.tiles[2], torch.zeros_like(each.tiles[2]))
-            for each in ran
-        )
-        tiles = zip(*of_all, strict=True)
-        sample, length, behind = (torch.cat(column).cpu().numpy() for column in tiles)
+    sample, length, in_front = _joined([each.run for each in ran])
     counts: dict[str, float] = {
         TOKENS: int(length.sum()),
         SLOTS: sum(each.rows * each.width for each in ran),
@@ -142,7 +134,12 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
     if cost is None:
         return counts
     real = sample >= 0
-    return counts | {FLOPS: float(cost.of_lengths(length[real], behind[real]).sum())}
+    return counts | {FLOPS: float(cost.of_lengths(length[real], in_front[real]).sum())}
+
+
+def _joined(rows: Sequence[tuple[Tensor, ...]]) -> list[Any]:
+    """Each column of these rows as one array on the host."""
+    return [torch.cat(column).cpu().numpy() for column in zip(*rows, strict=True)]
 
 
 class Keeper:

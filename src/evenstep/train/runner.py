@@ -725,7 +725,10 @@ class StepRun:
         later = self.step_loss.expected is not None and self.ranks.size > 1
         later = later and self.suspects is None and self.groups is None
         later = later and self.runner.preprocess is None  # it may change what counts: compare now
-        metrics = self._measures() | ({} if separate else self._sum_gradients(later))
+        # Whether the step has a loss token, unless that was known before it.
+        if self.step_loss.mode == "known" and "loss_tokens" not in self.totals:
+            later = later and not self.step_loss.without_loss(0, 1)
+        metrics = self._measures() | ({} if separate else self._sum_gradients())
         merged = Bundle.merge(self.bundles)
         bundle = Bundle(merged.sums, {**merged.metrics, **metrics})
         if later:
@@ -738,7 +741,7 @@ class StepRun:
         self.gradients.combine(numbers.factors)
         if separate:
             # Only now is there one gradient: sum it over ranks and measure it.
-            square = Bundle({}, self._sum_gradients(later))
+            square = Bundle({}, self._sum_gradients())
             with self.communicate:
                 every = {**numbers.metrics, **square.reduce(self.ranks).metrics}
             numbers = replace(numbers, metrics=every)
@@ -768,25 +771,11 @@ class StepRun:
                 metrics |= checks.same_on_ranks("used", self.gradients.used)
         return metrics
 
-    def _sum_gradients(self, alone: bool) -> dict[str, Metric]:
-        """Sum gradients over ranks, unless the framework has; this rank's share of their norm.
-
-        `alone` if ranks exchange no numbers: then those that tell whether the step has a loss
-        token go along, unless the plan knows it.
-        """
-        counts: list[float] = []
-        alone = alone and self.step_loss.mode == "known" and "loss_tokens" not in self.totals
-        if alone and self.step_loss.without_loss(0, 1):
-            counts = [float(self.counts[name] > 0) for name in _TO_PREDICT]
-        summed: Tensor | None = None
-        with self.communicate:
-            if self.sums and self.ranks.size > 1:
-                summed = sum_gradients(self.parameters, self.ranks, counts)
-            elif counts:
-                summed = self.ranks.all_reduce_sum(torch.tensor(counts))
-        # A rank with a loss token knows that the step has one, and does not wait for the others.
-        if counts and summed is not None and not self.counts[result.LABELS]:
-            self._check_loss_tokens(summed.tolist())
+    def _sum_gradients(self) -> dict[str, Metric]:
+        """Sum gradients over ranks, unless the framework has; this rank's share of their norm."""
+        if self.sums:
+            with self.communicate:
+                sum_gradients(self.parameters, self.ranks)
         # Without a scaler's scale: the norm is that of the exact gradient.
         share = square_share(self.parameters, self.ranks.size, self.framework.locks_step)
         share = share if self.scale is None else share / self.scale.double().square()
