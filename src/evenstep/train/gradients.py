@@ -228,7 +228,7 @@ def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
     data-parallel ranks.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    if collective.size == 1 or not parameters:
+    if not parameters:
         return
     first = parameters[0]
     flags = [float(parameter.grad is not None) for parameter in parameters]

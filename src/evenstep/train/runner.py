@@ -773,7 +773,7 @@ class StepRun:
 
     def _sum_gradients(self) -> dict[str, Metric]:
         """Sum gradients over ranks, unless the framework has; this rank's share of their norm."""
-        if self.sums:
+        if self.sums and self.ranks.size > 1:
             with self.communicate:
                 sum_gradients(self.parameters, self.ranks)
         # Without a scaler's scale: the norm is that of the exact gradient.
