@@ -216,7 +216,7 @@ def check(seeds: list[int], folder: Path) -> None:
 
 
 def test_options_drawn_together_have_the_exact_gradient(tmp_path: Path) -> None:
-    check(list(range(24)), tmp_path)
+    check(list(range(12)), tmp_path)
 
 
 @pytest.mark.slow

@@ -139,7 +139,9 @@ def test_a_preprocess_that_changes_what_counts_is_refused_where_denominators_are
         with pytest.raises(InputError, match=r"the totals give 12 for 'loss_tokens'.* had 6"):
             Runner(model=model, loss=cross_entropy(), **options).run(step)
         runner = Runner(model=model, loss=cross_entropy(), mode="deferred", **options)
-        assert runner.run(step).numbers.denominators == {"loss_tokens": 6.0}
+        numbers = runner.run(step).numbers
+        assert numbers is not None
+        assert numbers.denominators == {"loss_tokens": 6.0}
         return 1.0
 
     assert run_ranks(2, run) == [1.0, 1.0]

@@ -122,9 +122,11 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
 
     Where samples share a prefix: the samples, but the tokens, slots and FLOPs that run.
     """
-    sample, start, length = _joined([each.tiles[:3] for each in ran])
+    tiles: Any = zip(*(each.tiles[:3] for each in ran), strict=True)
+    sample, start, length = (torch.cat(column).cpu().numpy() for column in tiles)
     predicted = int(length.sum()) - int(np.count_nonzero((start == 0) & (sample >= 0)))
-    sample, length, in_front = _joined([each.run for each in ran])
+    tiles = zip(*(each.run for each in ran), strict=True)
+    sample, length, in_front = (torch.cat(column).cpu().numpy() for column in tiles)
     counts: dict[str, float] = {
         TOKENS: int(length.sum()),
         SLOTS: sum(each.rows * each.width for each in ran),
@@ -135,11 +137,6 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
         return counts
     real = sample >= 0
     return counts | {FLOPS: float(cost.of_lengths(length[real], in_front[real]).sum())}
-
-
-def _joined(rows: Sequence[tuple[Tensor, ...]]) -> list[Any]:
-    """Each column of these rows as one array on the host."""
-    return [torch.cat(column).cpu().numpy() for column in zip(*rows, strict=True)]
 
 
 class Keeper:

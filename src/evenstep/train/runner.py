@@ -692,8 +692,8 @@ class StepRun:
         if not all(objectives.values()):
             raise checks.not_trainable(self.parameters)
         if not runner._inside and (self.step_loss.expected is None or self.ranks.size > 1):
-            losses = [value for roots in objectives.values() for value, _ in roots]
-            checks.check_inside(losses, self.framework.leaves())
+            values = [value for roots in objectives.values() for value, _ in roots]
+            checks.check_inside(values, self.framework.leaves())
             runner._inside.append(True)
         if runner.scaler is not None:
             scale = runner.scaler.scale
