@@ -80,7 +80,7 @@ def not_trainable(parameters: Sequence[Tensor]) -> ConfigError:
 def check_inside(losses: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
     """Raise if a loss depends on a parameter that is not among those of the model."""
     inside = {id(parameter) for parameter in parameters}
-    nodes: list[Any] = [loss.grad_fn for loss in losses]
+    nodes: list[Any] = [each.grad_fn for each in losses if each.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
