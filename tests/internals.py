@@ -226,6 +226,7 @@ if TYPE_CHECKING:
     from evenstep.testing.plans import shortest_first
     from evenstep.train import model_head
     from evenstep.train import prefetch as prefetch_module
+    from evenstep.train import result as result_module
     from evenstep.train import runner as runner_module
     from evenstep.train.budget import CudaMemory, expand_segments
     from evenstep.train.collectives import Bundle
@@ -235,7 +236,7 @@ if TYPE_CHECKING:
     from evenstep.train.model_head import ModelHead
     from evenstep.train.normalization import weighted
     from evenstep.train.prefetch import Prefetch
-    from evenstep.train.result import Timings
+    from evenstep.train.result import ComputeTime, Timings
     from evenstep.train.rollouts import array_of, tensor_of
     from evenstep.train.step_loss import LossFunction, LossValues, Mode, StepLoss, power_of_two
     from evenstep.train.watch import _is_consequence

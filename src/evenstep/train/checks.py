@@ -77,6 +77,25 @@ def not_trainable(parameters: Sequence[Tensor]) -> ConfigError:
     )
 
 
+def check_inside(losses: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
+    """Raise if a loss depends on a parameter that is not among those of the model."""
+    inside = {id(parameter) for parameter in parameters}
+    nodes: list[Any] = [each.grad_fn for each in losses if each.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in inside:
+            raise ConfigError(
+                f"the loss depends on a parameter of shape {tuple(leaf.shape)} that is not in the "
+                f"model, so its gradient would be neither scaled nor summed over ranks. Make it a "
+                f"part of the model that the runner gets, or freeze it (`requires_grad_(False)`)."
+            )
+        further = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= further
+        nodes += further
+
+
 # Batches ----------------------------------------------------------------------------------------
 
 _KEEP_GROUPS = (
@@ -216,6 +235,9 @@ _SAME = {
     "evenstep/constant": "ranks scaled their losses by different constants, from {:g} to {:g}, "
     "because their steps have different budgets. Give every rank a step of the same stream "
     "(`until_all_end` for ranks whose stream ended).",
+    "evenstep/used": "ranks of fully_shard used different parameters in this step, whose gradients "
+    "it then mixes. Call model.set_reduce_scatter_unused_params(True), or use the same parameters "
+    "on all ranks.",
 }
 """What must be the same on all ranks, and the error if it is not."""
 

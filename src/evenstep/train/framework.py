@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, TypeAlias
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -187,6 +187,10 @@ class Framework:
         """Context for one forward and backward; `now` exchanges gradients in this backward."""
         return nullcontext()
 
+    def leaves(self) -> list[Tensor]:
+        """The parameters that a forward reads."""
+        return list(self.model.parameters())
+
     def pending(self) -> list[Tensor]:
         """Gradients of this step that were not exchanged yet and are not in `.grad`."""
         return []
@@ -201,6 +205,10 @@ class Framework:
         """
 
 
+_EXCHANGED: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
+"""By DDP module: the ids of the parameters whose gradients it exchanges, once they are known."""
+
+
 class DataParallel(Framework):
     """DistributedDataParallel, which averages gradients over its process group."""
 
@@ -210,6 +218,27 @@ class DataParallel(Framework):
         super().__init__(model)
         self.ranks = torch.distributed.get_world_size(model.process_group)
         self.owns_gradients = bool(model.gradient_as_bucket_view)
+        self._check_trained()
+
+    def _check_trained(self) -> None:
+        """Raise if parameters are trained that DDP does not exchange: it knows those that required
+        a gradient when it was made, and says how many."""
+        trained = {id(each) for each in self.model.parameters() if each.requires_grad}
+        exchanged = _EXCHANGED.get(self.model)
+        if exchanged is None:
+            count = int(self.model._get_ddp_logging_data()["num_parameter_tensors"])
+            count += len(getattr(self.model, "_delay_all_reduce_params", ()))
+            if len(trained) == count:
+                _EXCHANGED[self.model] = trained
+            if len(trained) <= count:
+                return
+        elif trained <= exchanged:
+            return
+        raise ConfigError(
+            "DistributedDataParallel exchanges the gradients of parameters that required one when "
+            "it was made, but others require one now. Wrap the model again after unfreezing "
+            "parameters, and let DDP ignore none of those that are trained."
+        )
 
     def exchange(self, now: bool) -> AbstractContextManager[None]:
         if not now and self.model.static_graph:
@@ -219,11 +248,12 @@ class DataParallel(Framework):
                 "last. Set static_graph=False."
             )
         no_sync: AbstractContextManager[None] = self.model.no_sync()
-        return self._require_forward() if now else no_sync
+        return self._require_exchange() if now else no_sync
 
     @contextmanager
-    def _require_forward(self) -> Iterator[None]:
-        """Raises at the end if no forward went through DDP: it has exchanged nothing then."""
+    def _require_exchange(self) -> Iterator[None]:
+        """Raises at the end if DDP has not exchanged all gradients: no forward went through it, or
+        it still waits for a parameter without a gradient."""
         begin = getattr(self.model, "_pre_forward", None)
         if begin is None or getattr(self.model, "_use_python_reducer", False):
             yield  # torch without this method, or exchanges that were compiled into the graph
@@ -246,6 +276,14 @@ class DataParallel(Framework):
                 "exchanged between ranks. Call the model that forward is given (`model(...)`, not "
                 "`model.module(...)`)."
             )
+        try:
+            self.model._check_reducer_finalized()
+        except RuntimeError as error:
+            raise ConfigError(
+                "a parameter had no gradient in the last micro-batch, so DistributedDataParallel "
+                "has not exchanged all gradients. Set find_unused_parameters=True, and wrap the "
+                "model after freezing parameters."
+            ) from error
 
     def recover(self) -> None:
         """Reset the reducer, on every rank that failed, wherever it failed: DDP exchanges the order
@@ -317,6 +355,15 @@ class FullyShard(Framework):
         finally:
             self.model.set_requires_gradient_sync(True)
             self.model.set_is_last_backward(True)
+
+    def leaves(self) -> list[Tensor]:
+        """Shards are gathered into parameters of their own."""
+        gathered = (
+            getattr(parameter, "_unsharded_param", None)
+            for group in self._groups
+            for parameter in group.fsdp_params
+        )
+        return [*super().leaves(), *(each for each in gathered if each is not None)]
 
     def pending(self) -> list[Tensor]:
         """Gradients that are accumulated without shards."""

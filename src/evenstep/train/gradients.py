@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -131,6 +132,12 @@ class Gradients:
         sums = [*self._sums.values()] or [[parameter.grad for parameter in self.parameters]]
         return [gradient for gradients in sums for gradient in gradients if gradient is not None]
 
+    @property
+    def used(self) -> int:
+        """A number of 32 bits for the set of parameters that have a gradient."""
+        sums = [*self._sums.values()] or [[parameter.grad for parameter in self.parameters]]
+        return crc32(bytes(gradient is not None for each in sums for gradient in each))
+
     def _take(self) -> list[Tensor | None]:
         taken = [parameter.grad for parameter in self.parameters]
         self._put([None] * len(taken))
@@ -206,9 +213,7 @@ def square_share(parameters: Iterable[Tensor], ranks: int, fsdp: bool = False) -
 # The sum over ranks ------------------------------------------------------------------------------
 
 
-def sum_gradients(
-    parameters: list[Tensor], collective: Collective, counts: Sequence[float] = ()
-) -> Tensor:
+def sum_gradients(parameters: list[Tensor], collective: Collective) -> None:
     """Sum gradients over ranks in place, in buckets. Missing gradients count as zeros.
 
     A parameter without a gradient on every rank stays without one, as on a single rank: with
@@ -221,15 +226,13 @@ def sum_gradients(
 
     Of a tensor-parallel parameter, each rank sums its shard with those of the same part on other
     data-parallel ranks.
-
-    Small `counts` travel in the first bucket too. Their sums are returned, on the device.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    if collective.size == 1 or not parameters:
-        return torch.tensor(counts)
+    if not parameters:
+        return
     first = parameters[0]
     flags = [float(parameter.grad is not None) for parameter in parameters]
-    used = torch.tensor([*flags, *counts], dtype=first.dtype, device=first.device)
+    used = torch.tensor(flags, dtype=first.dtype, device=first.device)
     sparse: list[tuple[Tensor, int]] = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -249,10 +252,9 @@ def sum_gradients(
     for parameter, dimensions in sparse:
         parameter.grad = parameter.grad.to_sparse(dimensions)
     if not all(flags):  # others need not wait for the device
-        for parameter, count in zip(parameters, used.tolist(), strict=False):
+        for parameter, count in zip(parameters, used.tolist(), strict=True):
             if not count:
                 parameter.grad = None
-    return used[len(parameters) :]
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -98,7 +98,7 @@ class ModelHead:
         before, formula = answers.get(forward, (None, ""))
         if settings != before:
             formula = _read_off(inner, forward, layer)
-            answers[forward] = settings, formula
+            answers[forward] = before if before == CHANGES else settings, formula
         if isinstance(formula, str):
             return formula
         scale, cap = formula
@@ -143,6 +143,8 @@ class ModelHead:
 _ANSWERS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 """By last layer and forward: the settings of the model then, and (scale, soft cap), or why the
 layer cannot be replaced."""
+CHANGES = ()
+"""In place of the settings of a model that has changed without them: it is read off every step."""
 _WARNED: WeakSet[Any] = WeakSet()
 
 
@@ -225,12 +227,13 @@ class Heads:
             return
         unlike, head.unlike[:] = bool(torch.stack(head.unlike).any()), []
         if unlike:
-            _ANSWERS[head.layer].pop(self._forward, None)  # the next step reads it off again
+            _ANSWERS[head.layer][self._forward] = CHANGES, ""
             raise ConfigError(
                 f"what {type(unwrapped(self._model)).__name__} does with its logits has changed "
                 f"since its last layer was read off, so the loss of this step would be wrong. Run "
-                f"the step again; if it changes often, pass a forward of your own, whose logits "
-                f"are used as they are."
+                f"the step again: from now on the layer is read off before every step. Set the "
+                f"scale as an attribute of the model or its config, which is noticed, or pass a "
+                f"forward of your own, whose logits are used as they are."
             )
 
     def _find(self) -> ModelHead | None:

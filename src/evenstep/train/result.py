@@ -19,6 +19,7 @@ from evenstep.core.text import attempt, counted, fill, line
 from evenstep.errors import InputError
 from evenstep.tensors.batch import IGNORE_INDEX, Batch, BatchExchange
 from evenstep.tensors.losses import Sums
+from evenstep.train.checks import check_same
 from evenstep.train.collectives import Bundle, Collective, gather_values
 from evenstep.train.compiling import Compilations
 from evenstep.train.step_loss import LossValues, StepLoss
@@ -82,11 +83,8 @@ class BatchSegments:
         samples = batch.unshared
         self.tiles = (samples.sample_ids, samples.starts, samples.seqlens, samples.cu_seqlens)
         self.continuation, self.rows, self.width = samples.continuation, batch.rows, batch.width
-        # Where segments see others, what runs: (samples of tiles, lengths, tokens in front).
-        self.shared = None
-        if batch.keys is not None:
-            behind = batch.keys.cu_seqlens.diff() - batch.cu_seqlens.diff()
-            self.shared = batch.sample_ids, batch.seqlens, behind
+        self._ids, self._lengths, self._ends = batch.sample_ids, batch.seqlens, batch.cu_seqlens
+        self._ends_of_keys = batch.cu_seqlens if batch.keys is None else batch.keys.cu_seqlens
         labels = samples.labels  # large, so not kept
         self.labels: Any = (
             int(np.count_nonzero(labels.numpy() != IGNORE_INDEX))
@@ -105,15 +103,18 @@ class BatchSegments:
         return SegmentArrays(*(each[real] for each in (sample, start, length, ends[:-1], more)))
 
     @property
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the tiles that run: their samples, lengths, and the tokens that they see in front."""
+        return self._ids, self._lengths, self._ends_of_keys.diff() - self._ends.diff()
+
+    @property
     def work(self) -> tuple[float, float, float]:
         """(tokens, squared lengths, segments) that run. Padded rows run at their full width."""
-        length, behind = self.arrays.length.astype(np.float64), 0.0
-        if self.shared is not None:
-            sample, run, in_front = (tensor.cpu().numpy() for tensor in self.shared)
-            length, behind = run[sample >= 0].astype(np.float64), in_front[sample >= 0]
-        elif self.rows > 1 and 0 < len(length) <= self.rows:
-            length = np.full(self.rows, float(self.width))
-        return float(length.sum()), float((length * (length + 2 * behind)).sum()), len(length)
+        sample, run, in_front = (tensor.cpu().numpy() for tensor in self.run)
+        length, in_front = run[sample >= 0].astype(np.float64), in_front[sample >= 0]
+        if self.rows > 1 and 0 < len(length) <= self.rows and not in_front.any():
+            length, in_front = np.full(self.rows, float(self.width)), np.zeros(self.rows)
+        return float(length.sum()), float((length * (length + 2 * in_front)).sum()), len(length)
 
 
 def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[str, float]:
@@ -124,14 +125,8 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
     tiles: Any = zip(*(each.tiles[:3] for each in ran), strict=True)
     sample, start, length = (torch.cat(column).cpu().numpy() for column in tiles)
     predicted = int(length.sum()) - int(np.count_nonzero((start == 0) & (sample >= 0)))
-    behind = np.zeros_like(length)
-    if any(each.shared is not None for each in ran):
-        of_all = (
-            each.shared or (each.tiles[0], each.tiles[2], torch.zeros_like(each.tiles[2]))
-            for each in ran
-        )
-        tiles = zip(*of_all, strict=True)
-        sample, length, behind = (torch.cat(column).cpu().numpy() for column in tiles)
+    tiles = zip(*(each.run for each in ran), strict=True)
+    sample, length, in_front = (torch.cat(column).cpu().numpy() for column in tiles)
     counts: dict[str, float] = {
         TOKENS: int(length.sum()),
         SLOTS: sum(each.rows * each.width for each in ran),
@@ -141,7 +136,7 @@ def counts_of(ran: Sequence[BatchSegments], cost: Cost | None = None) -> dict[st
     if cost is None:
         return counts
     real = sample >= 0
-    return counts | {FLOPS: float(cost.of_lengths(length[real], behind[real]).sum())}
+    return counts | {FLOPS: float(cost.of_lengths(length[real], in_front[real]).sum())}
 
 
 class Keeper:
@@ -254,7 +249,8 @@ class Timings:
 
     wait         waiting for the next micro-batch to be prepared
     prepare      reading, collating and copying, mostly while the model runs
-    compute      forwards and backwards, including the communication of DDP or FSDP in them
+    compute      preprocess, forwards and backwards, including the communication of DDP or FSDP in
+                 them
     communicate  the runner's own sums over ranks
     total        from the call to its end
     first        from the call to the first forward
@@ -387,11 +383,10 @@ class StepResult:
         if self.reduced:
             return self
         assert self.known is not None
-        numbers = self.known.finish(self.bundle.reduce(collective))
-        result = replace(self, numbers=numbers)
-        if result.without_loss:
-            raise InputError(f"no token of this step counts in the loss, on any rank. {ANY_CAUSE}")
-        return result
+        reduced = self.bundle.reduce(collective)
+        check_same(reduced)
+        numbers = self.known.finish(reduced)
+        return replace(self, numbers=numbers)
 
     @property
     def _numbers(self) -> LossValues:

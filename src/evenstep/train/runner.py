@@ -155,6 +155,8 @@ class Runner:
     check_prefixes: bool = True
     _compared: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The fingerprint of the first step, once ranks have compared it."""
+    _inside: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+    """True once a loss was seen to depend on parameters of the model alone."""
     _ran_out: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
     """The fewest slots that ran out of memory, once any have; equal on all ranks."""
 
@@ -409,6 +411,7 @@ class StepRun:
         cuda = self.device is not None and self.device.type == "cuda"
         self.copies = copy_stream(self.device) if cuda else None
         self.compute, self.communicate = ComputeTime(cuda), Stopwatch()
+        self.preprocessing = ComputeTime(cuda)
         self.step_loss, self.sums = self._make_step_loss(budget)
         # Whether every backward exchanges gradients: sharded accumulators of several denominators
         # hold exchanged ones only.
@@ -485,13 +488,14 @@ class StepRun:
                 # The last micro-batch was not known in advance: an empty one exchanges gradients.
                 self._run_micro_batch(self._prepare(self._empty()), last=True)
             self.busy = self.compute.busy()
+            self.preprocessing.busy()  # which are all its seconds on a GPU
             self.heads.check()  # which waits for nothing: the device has ended the step
             self.counts = counts_of(self.ran, self.runner.cost)
             bundle, numbers = self._finish()
             timings = result.Timings(
                 wait=counting + prepared.waited,
                 prepare=counting + prepared.preparing,
-                compute=self.compute.seconds,
+                compute=self.preprocessing.seconds + self.compute.seconds,
                 communicate=self.communicate.seconds,
                 total=time.perf_counter() - began,
                 first=first,
@@ -629,11 +633,9 @@ class StepRun:
                 stream.wait_event(ready.copied)
                 batch.record_stream(stream)
             if self.runner.preprocess is not None:
-                began = time.perf_counter()
                 torch.clear_autocast_cache()  # casts of weights before the last update
-                with torch.no_grad():
+                with self.preprocessing, torch.no_grad():
                     batch = self.runner.preprocess(batch)
-                self.compute.seconds += time.perf_counter() - began
             shard: Batch | BatchShard = batch
             first = True
             if self.runner.shard is not None:
@@ -689,6 +691,10 @@ class StepRun:
         objectives = self.step_loss.objectives(sums, scales)
         if not all(objectives.values()):
             raise checks.not_trainable(self.parameters)
+        if not runner._inside and (self.step_loss.expected is None or self.ranks.size > 1):
+            values = [value for roots in objectives.values() for value, _ in roots]
+            checks.check_inside(values, self.framework.leaves())
+            runner._inside.append(True)
         if runner.scaler is not None:
             scale = runner.scaler.scale
             self.scale = scale(next(iter(sums.values())).detach().new_ones(()))
@@ -718,7 +724,11 @@ class StepRun:
         separate = self.step_loss.separate
         later = self.step_loss.expected is not None and self.ranks.size > 1
         later = later and self.suspects is None and self.groups is None
-        metrics = self._measures() | ({} if separate else self._sum_gradients(later))
+        later = later and self.runner.preprocess is None  # it may change what counts: compare now
+        # Whether the step has a loss token, unless that was known before it.
+        if self.step_loss.mode == "known" and "loss_tokens" not in self.totals:
+            later = later and not self.step_loss.without_loss(0, 1)
+        metrics = self._measures() | ({} if separate else self._sum_gradients())
         merged = Bundle.merge(self.bundles)
         bundle = Bundle(merged.sums, {**merged.metrics, **metrics})
         if later:
@@ -731,7 +741,7 @@ class StepRun:
         self.gradients.combine(numbers.factors)
         if separate:
             # Only now is there one gradient: sum it over ranks and measure it.
-            square = Bundle({}, self._sum_gradients(later))
+            square = Bundle({}, self._sum_gradients())
             with self.communicate:
                 every = {**numbers.metrics, **square.reduce(self.ranks).metrics}
             numbers = replace(numbers, metrics=every)
@@ -757,27 +767,15 @@ class StepRun:
                 metrics |= checks.same_on_ranks("constant", self.step_loss.constant)
             if self.scale is not None:
                 metrics |= checks.same_on_ranks("scale", self.scale)
+            if self.framework.locks_step:
+                metrics |= checks.same_on_ranks("used", self.gradients.used)
         return metrics
 
-    def _sum_gradients(self, alone: bool) -> dict[str, Metric]:
-        """Sum gradients over ranks, unless the framework has; this rank's share of their norm.
-
-        `alone` if ranks exchange no numbers: then those that tell whether the step has a loss
-        token go along, unless the plan knows it.
-        """
-        counts: list[float] = []
-        alone = alone and self.step_loss.mode == "known" and "loss_tokens" not in self.totals
-        if alone and self.step_loss.without_loss(0, 1):
-            counts = [float(self.counts[name] > 0) for name in _TO_PREDICT]
-        summed: Tensor | None = None
-        with self.communicate:
-            if self.sums and self.ranks.size > 1:
-                summed = sum_gradients(self.parameters, self.ranks, counts)
-            elif counts:
-                summed = self.ranks.all_reduce_sum(torch.tensor(counts))
-        # A rank with a loss token knows that the step has one, and does not wait for the others.
-        if counts and summed is not None and not self.counts[result.LABELS]:
-            self._check_loss_tokens(summed.tolist())
+    def _sum_gradients(self) -> dict[str, Metric]:
+        """Sum gradients over ranks, unless the framework has; this rank's share of their norm."""
+        if self.sums and self.ranks.size > 1:
+            with self.communicate:
+                sum_gradients(self.parameters, self.ranks)
         # Without a scaler's scale: the norm is that of the exact gradient.
         share = square_share(self.parameters, self.ranks.size, self.framework.locks_step)
         share = share if self.scale is None else share / self.scale.double().square()
