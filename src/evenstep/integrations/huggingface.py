@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from evenstep.core.layout import Layout, Padded
+from evenstep.core.layout import Layout, Packed, Padded
 from evenstep.core.text import one_of
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_arguments import (
@@ -128,10 +128,9 @@ def _make_forward(
         _check_attention(model)
         sees = batch.tree is not None or batch.exchange is not None
         if sees or isinstance(unwrapped(model), FSDPModule) or carries_state(unwrapped(model)):
-            # Its forwards communicate, so all ranks judge it now, packed batch or not. Layers that
-            # select tokens run on rows of equal length in padded batches as well. Segments that see
-            # others are refused where layers carry state.
-            support_of(unwrapped(model))
+            # Its forwards communicate, so all ranks judge it now, packed batch or not; also, see
+            # `check_layout`. Segments that see others are refused where layers carry state.
+            support_of(model)
         on_unsupported = "raise" if sees else unsupported
         if one_segment_per_row(batch) or _may_pack(model, batch, on_unsupported):
             tensors = _run(model, batch, outputs)
@@ -418,6 +417,25 @@ def support_of(model: Any) -> Support:
     model = unwrapped(model)
     decision = _DECISIONS.get(model, {}).get(_conditions(model))
     return decision.support if decision is not None and decision.holds(model) else _decide(model)
+
+
+def check_layout(model: Any, layout: Layout) -> None:
+    """Judge a model before its first batch, where forwards are not those of `hf_forward`. Raises if
+    the layout is packed and the model does not support that.
+
+    Layers that carry state run on rows from then on: those that select tokens on rows of equal
+    length, in padded batches as well.
+    """
+    packed = isinstance(layout, Packed)
+    if not packed and not carries_state(unwrapped(model)):
+        return
+    support = support_of(model)
+    if packed and not support.safe:
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} does not support packed batches: {support.why}. "
+            f"Use Recipe(layout=choose_layout(model, layout)), or use_attention(model) of "
+            f"evenstep.integrations.hf_attention."
+        )
 
 
 def _registered_and_mixers(model: Any) -> tuple[dict[str, bool], dict[str, Mixer]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from evenstep.core.layout import Packed, Padded
+from evenstep.core.layout import Padded
 from evenstep.core.plan import MicroBatch
 from evenstep.core.recipe import Recipe, Steps, World
 from evenstep.core.text import whole_number
@@ -52,7 +52,7 @@ from evenstep.integrations.hf_arguments import (
     text_config,
     traits_of,
 )
-from evenstep.integrations.huggingface import support_of
+from evenstep.integrations.huggingface import check_layout
 from evenstep.integrations.run_state import gather_state
 from evenstep.integrations.sampler import (
     CountedCollate,
@@ -288,13 +288,7 @@ class EvenstepMixin:
                 "where a sample is split. Set overflow to 'truncate', 'drop' or 'alone', or leave "
                 "them out."
             )
-        support = support_of(self.model) if isinstance(self.recipe.layout, Packed) else None
-        if support is not None and not support.safe:
-            raise ConfigError(
-                f"{type(self.model).__name__} does not support packed batches: {support.why}. Use "
-                f"Recipe(layout=choose_layout(model, layout)), or use_attention(model) of "
-                f"evenstep.integrations.hf_attention."
-            )
+        check_layout(self.model, self.recipe.layout)
 
 
 def _advance(bar: Any) -> Progress:
