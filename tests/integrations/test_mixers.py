@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -356,6 +358,19 @@ def _release(model: Any) -> None:
     mixers.release(model)
 
 
+def _replace_forwards(model: Any) -> None:
+    for mixer in mixers.mixers_of(model).values():
+        mixer.forward = types.MethodType(type(mixer).forward, mixer)
+
+
+def _put_forwards_around(model: Any) -> None:
+    for mixer in mixers.mixers_of(model).values():
+        mixer.forward = partial(mixer.forward)
+    assert supports_packing(model).safe
+    for mixer in mixers.mixers_of(model).values():
+        mixer.forward = partial(mixer.forward)
+
+
 @pytest.mark.parametrize(
     "disturb",
     [
@@ -364,6 +379,8 @@ def _release(model: Any) -> None:
         _interrupt_a_decision,
         _replace_a_layer,
         _release,
+        _replace_forwards,
+        _put_forwards_around,
     ],
 )
 def test_an_answer_holds_only_as_long_as_its_mixers(disturb: Callable[[Any], None]) -> None:
@@ -471,7 +488,7 @@ def test_boundaries_reach_a_mixer_whose_call_has_no_segments() -> None:
     assert supports_packing(model).safe
     seen: list[Any] = []
     for mixer in mixers.mixers_of(model).values():
-        mixer._evenstep_forward = _recorded(mixer._evenstep_forward, seen)
+        mixer.forward = _recorded(mixer.forward, seen)
 
     model(input_ids=tokens, seq_idx=torch.zeros_like(tokens).int(), use_cache=False)
 

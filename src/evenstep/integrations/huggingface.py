@@ -393,7 +393,7 @@ class _Decision(NamedTuple):
 
     support: Support
     registered: dict[str, bool]  # classes of the model, and whether they need equal lengths
-    mixers: dict[str, Mixer]  # by module; every decision makes its own
+    mixers: dict[str, tuple[Mixer, Any]]  # with their forwards; every decision makes its own
 
     def holds(self, model: Any) -> bool:
         """Whether the model still has the classes and the mixers of this answer."""
@@ -438,12 +438,12 @@ def check_layout(model: Any, layout: Layout) -> None:
         )
 
 
-def _registered_and_mixers(model: Any) -> tuple[dict[str, bool], dict[str, Mixer]]:
+def _registered_and_mixers(model: Any) -> tuple[dict[str, bool], dict[str, tuple[Mixer, Any]]]:
     core = core_of(model)
     mixers = mixers_of(core) if has_mixers(core) else {}
     return (
         {name: equal_lengths(name) for name in registered_in(model)},
-        {name: module._evenstep_mixer for name, module in mixers.items()},
+        {name: (each._evenstep_mixer, each.__dict__.get("forward")) for name, each in mixers.items()},
     )
 
 

@@ -416,10 +416,12 @@ def _runs_once(module: nn.Module, mixer: Mixer) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward_on_rows(module: Any, mixer: Mixer, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a mixer. It is not compiled: the shapes of rows differ from batch to batch,
     and recurrences would be unrolled."""
-    forward, frame = module._evenstep_forward, _frame_of(args, kwargs)
+    if getattr(module, "_evenstep_mixer", None) is not mixer:  # it was released
+        return forward(*args, **kwargs)
+    frame = _frame_of(args, kwargs)
     if frame is None and _backward() != _NOT:
         raise ConfigError(
             f"{class_of(module).__name__} is recomputed in the backward, and its boundaries are "
@@ -429,9 +431,9 @@ def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
     if frame is None or frame.segments is None:
         return forward(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
-    segments, mixer = frame.segments, module._evenstep_mixer
+    segments = frame.segments
     if segments.begins and mixer.mode == "kernels":
-        return _with_kernels(module, frame, args, kwargs)
+        return _with_kernels(module, forward, frame, args, kwargs)
     single = _runs_once(module, mixer)
     if not segments.begins or (segments.whole and not mixer.equal):
         return forward(*args, **kwargs)
@@ -554,7 +556,7 @@ def _tokens_of(tensor: Tensor, axes: Axes, rows: Rows) -> Tensor:
 # Kernels for packed rows --------------------------------------------------------------------------
 
 
-def _with_kernels(module: Any, frame: _Frame, args: Any, kwargs: Any) -> Any:
+def _with_kernels(module: Any, forward: Any, frame: _Frame, args: Any, kwargs: Any) -> Any:
     """The forward of a mixer whose kernels read the segments of its call."""
     home = sys.modules[class_of(module).__module__]
     for name, packed in _KERNELS.items():
@@ -563,7 +565,7 @@ def _with_kernels(module: Any, frame: _Frame, args: Any, kwargs: Any) -> Any:
             setattr(home, name, _reads_segments(kernel, packed))
     _push(frame.segments, frame.backward, packed=True)
     try:
-        return module._evenstep_forward(*args, **kwargs)
+        return forward(*args, **kwargs)
     finally:
         _pop()
 
@@ -631,8 +633,8 @@ def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
     for name, mixer in mixers.items():
         module = model.get_submodule(name)
         _runs_once(module, mixer)
-        module._evenstep_mixer, module._evenstep_forward = mixer, module.forward
-        module.forward = partial(_forward_on_rows, module)
+        module._evenstep_mixer = mixer
+        module.forward = partial(_forward_on_rows, module, mixer, module.forward)
         while name := name.rpartition(".")[0]:
             around.setdefault(model.get_submodule(name), (_enter_layer, _leave_layer))
     for module, (enter, leave) in around.items():
@@ -643,15 +645,17 @@ def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
 
 
 def release(model: Any) -> None:
-    """Undo `run_on_rows`."""
+    """Undo `run_on_rows`. A forward that others put around ours stays, and ours runs the one inside
+    of it."""
     for module in mixers_of(model).values():
-        if getattr(module._evenstep_forward, "__func__", None) is getattr(
-            type(module), "forward", 0
-        ):
-            del module.__dict__["forward"]
-        else:
-            module.forward = module._evenstep_forward
-        del module._evenstep_mixer, module._evenstep_forward
+        wrapped = module.__dict__.get("forward")
+        if isinstance(wrapped, partial) and wrapped.func is _forward_on_rows:
+            forward = wrapped.args[2]
+            if getattr(forward, "__func__", None) is getattr(type(module), "forward", 0):
+                del module.__dict__["forward"]
+            else:
+                module.forward = forward
+        del module._evenstep_mixer
     for module in model.modules():
         for handle in module.__dict__.pop("_evenstep_handles", ()):
             handle.remove()
