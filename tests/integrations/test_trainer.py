@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     TrainingArguments,
@@ -168,6 +169,22 @@ def test_a_loss_without_the_labels_between_segments_is_refused(tmp_path: Path, w
         trainer.train()
 
 
+def test_labels_are_smoothed_alike_in_a_class_of_another_name(tmp_path: Path) -> None:
+    """transformers shifts labels for the names of its own causal language models only."""
+
+    class Derived(LlamaForCausalLM):  # type: ignore[misc]
+        pass
+
+    weights = []
+    for kind in (LlamaForCausalLM, Derived):
+        model = kind(tiny_model().config)
+        model.load_state_dict(tiny_model().state_dict())
+        options: Any = {"label_smoothing_factor": 0.1, "max_steps": 2, "save_strategy": "no"}
+        planned_trainer(tmp_path, model, **options).train()
+        weights.append(parameters(model))
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize("name", ["dispatch_batches", "split_batches"])
 def test_options_that_divide_batches_are_refused(tmp_path: Path, name: str) -> None:
     trainer = planned_trainer(tmp_path, accelerator_config={name: True})
@@ -178,6 +195,8 @@ def test_options_that_divide_batches_are_refused(tmp_path: Path, name: str) -> N
 def test_what_the_trainer_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="train_sampling_strategy"):
         planned_trainer(tmp_path, train_sampling_strategy="group_by_length")
+    with pytest.raises(ConfigError, match="neftune_noise_alpha"):
+        planned_trainer(tmp_path, neftune_noise_alpha=5.0)
     three = Recipe(layout=Packed(max_tokens=48), steps=Steps(micro_batches=3))
     with pytest.raises(ConfigError, match=r"Set Steps\(micro_batches=2\)"):
         planned_trainer(tmp_path, recipe=three).train()
