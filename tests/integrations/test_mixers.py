@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import types
 from collections.abc import Callable
 from functools import partial
@@ -255,6 +256,28 @@ def test_a_padded_batch_and_generation_run_as_before() -> None:
     assert supports_packing(model).safe
 
     assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
+@pytest.mark.parametrize(("name", "attention"), [("lfm2", "sdpa"), ("llama", "evenstep")])
+def test_threads_that_run_a_model_first_judge_it_once(name: str, attention: str) -> None:
+    model, samples = hybrid(name, attention).train(), samples_of((5, 23, 12))
+    batch, start, found = packed(samples), threading.Barrier(4), list[Any]()
+
+    def run() -> None:
+        start.wait()
+        found.append(hf_forward(model)(model, batch).detach())
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert all(module.training for module in model.modules())
+    alone = [model(input_ids=s["input_ids"][None], use_cache=False).logits for s in samples]
+    for logits in found:
+        assert torch.allclose(logits, torch.cat(alone, 1), rtol=0, atol=1e-6)
+    assert len(found) == 4
 
 
 # What hides a mixer, or undoes its wrapping -------------------------------------------------------

@@ -17,6 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
@@ -245,7 +246,8 @@ def _check_attention(model: Any) -> None:
         return
     from evenstep.integrations.hf_attention import fault_of
 
-    why = fault_of(inner)
+    with _judging(inner):
+        why = None if inner in _CHECKED else fault_of(inner)
     if why is not None:
         raise ConfigError(
             f"{type(inner).__name__} does not run with attn_implementation='evenstep': {why}. "
@@ -404,6 +406,18 @@ _DECISIONS: WeakKeyDictionary[Any, dict[tuple[str, str], _Decision]] = WeakKeyDi
 """By model, and by its attention implementation and device."""
 
 
+_LOCKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_LOCKING = threading.Lock()
+
+
+def _judging(model: Any) -> AbstractContextManager[Any]:
+    """One thread at a time: small forwards change a model's mode, its zeros and its mixers. A lock
+    for each model, because ranks that are threads communicate in theirs."""
+    with _LOCKING:
+        lock: AbstractContextManager[Any] = _LOCKS.setdefault(core_of(model), threading.RLock())
+        return lock
+
+
 def _conditions(model: Any) -> tuple[str, str]:
     """What decides which code runs: small forwards may be possible on one device only."""
     first = next(model.parameters(), None)
@@ -415,8 +429,10 @@ def support_of(model: Any) -> Support:
     decided again if the attention implementation, device, registered classes or mixers are others.
     """
     model = unwrapped(model)
-    decision = _DECISIONS.get(model, {}).get(_conditions(model))
-    return decision.support if decision is not None and decision.holds(model) else _decide(model)
+    with _judging(model):
+        decision = _DECISIONS.get(model, {}).get(_conditions(model))
+        holds = decision is not None and decision.holds(model)
+        return decision.support if decision is not None and holds else _decide(model)
 
 
 def check_layout(model: Any, layout: Layout) -> None:
@@ -453,14 +469,15 @@ def _decide(model: Any) -> Support:
     if text_config(model) is None:
         return Support(False, f"{type(model).__name__} has no config; test it with find_leaks")
     core = core_of(model)
-    release(core)
-    try:
-        support = _judge(model)
-    except BaseException:
+    with _judging(model):
         release(core)
-        raise
-    decisions = _DECISIONS.setdefault(model, {})
-    decisions[_conditions(model)] = _Decision(support, *_registered_and_mixers(model))
+        try:
+            support = _judge(model)
+        except BaseException:
+            release(core)
+            raise
+        decisions = _DECISIONS.setdefault(model, {})
+        decisions[_conditions(model)] = _Decision(support, *_registered_and_mixers(model))
     return support
 
 

@@ -46,7 +46,6 @@ KEYWORD = "segment_slots"
 """The keyword argument with the segments of a batch: (2, segments), first slot and length. The
 outermost module takes it away before its forward runs."""
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keyword arguments that a mixer must not receive: on rows they do not hold."""
 
 _REGISTERED: dict[str, bool] = {}
 
@@ -60,6 +59,11 @@ def register_mixer(name: str | type, *, equal_lengths: bool = False) -> None:
     >>> register_mixer("MyRecurrence")
     """
     _REGISTERED[name if isinstance(name, str) else name.__name__] = equal_lengths
+
+
+def without_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Without what tells kernels where packed segments end, which does not hold on rows."""
+    return {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
 
 
 def class_of(module: nn.Module) -> type:
@@ -207,13 +211,12 @@ def row_groups(
 class _Frame(NamedTuple):
     segments: SegmentRows | None  # None inside mixers, and for a call without boundaries
     outer: _Frame | None
-    backward: int  # the one that it belongs to, `_NOT` for a forward, `_UNKNOWN` for no call
+    backward: int  # the one that it belongs to, or `_NOT`
     call: FrameType | None = None  # of Python; no hook follows one that is interrupted
     packed: bool = False  # inside a mixer whose kernels get packed rows
 
 
-_NOT, _UNKNOWN = -1, -2
-
+_NOT = -1
 
 _FRAME: ContextVar[_Frame | None] = ContextVar("segments", default=None)
 _CALLS: dict[int, tuple[StorageWeakRef, SegmentRows | None, bool]] = {}
@@ -319,8 +322,8 @@ def _enter(args: Any, kwargs: dict[str, Any], outermost: bool = False) -> tuple[
         _forget()
         _push(segments, backward)
         _remember(segments, args, kwargs)
-    else:
-        _push(None, _UNKNOWN)
+    else:  # a frame of no backward: what is inside looks for its own forward
+        _push(None, _NOT)
     return args, kwargs
 
 
@@ -430,8 +433,7 @@ def _forward_on_rows(module: Any, mixer: Mixer, forward: Any, /, *args: Any, **k
         )
     if frame is None or frame.segments is None:
         return forward(*args, **kwargs)
-    kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
-    segments = frame.segments
+    kwargs, segments = without_boundaries(kwargs), frame.segments
     if segments.begins and mixer.mode == "kernels":
         return _with_kernels(module, forward, frame, args, kwargs)
     single = _runs_once(module, mixer)
