@@ -457,9 +457,10 @@ def check_layout(model: Any, layout: Layout) -> None:
 def _registered_and_mixers(model: Any) -> tuple[dict[str, bool], dict[str, tuple[Mixer, Any]]]:
     core = core_of(model)
     mixers = mixers_of(core) if has_mixers(core) else {}
+    forwards = {name: module.__dict__.get("forward") for name, module in mixers.items()}
     return (
         {name: equal_lengths(name) for name in registered_in(model)},
-        {name: (each._evenstep_mixer, each.__dict__.get("forward")) for name, each in mixers.items()},
+        {name: (mixers[name]._evenstep_mixer, forward) for name, forward in forwards.items()},
     )
 
 
