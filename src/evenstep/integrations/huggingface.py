@@ -402,8 +402,8 @@ class _Decision(NamedTuple):
         return (self.registered, self.mixers) == _registered_and_mixers(model)
 
 
-_DECISIONS: WeakKeyDictionary[Any, dict[tuple[str, str], _Decision]] = WeakKeyDictionary()
-"""By model, and by its attention implementation and device."""
+_DECISIONS: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Decision]] = WeakKeyDictionary()
+"""By model, and by its attention implementation, directions and device."""
 
 
 _LOCKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -418,15 +418,17 @@ def _judging(model: Any) -> AbstractContextManager[Any]:
         return lock
 
 
-def _conditions(model: Any) -> tuple[str, str]:
+def _conditions(model: Any) -> tuple[Any, ...]:
     """What decides which code runs: small forwards may be possible on one device only."""
-    first = next(model.parameters(), None)
-    return _implementation_of(model), "" if first is None else first.device.type
+    first, config = next(model.parameters(), None), text_config(model)
+    ways = [getattr(config, name, None) for name in ("is_causal", "is_decoder")]
+    return _implementation_of(model), *ways, "" if first is None else first.device.type
 
 
 def support_of(model: Any) -> Support:
     """`supports_packing` of segments whose lengths the model's RoPE allows in one micro-batch,
-    decided again if the attention implementation, device, registered classes or mixers are others.
+    decided again if the attention implementation or its direction, the device, registered classes
+    or mixers are others.
     """
     model = unwrapped(model)
     with _judging(model):
