@@ -217,6 +217,13 @@ def test_modules_that_select_run_on_rows_of_equal_length() -> None:
     assert all(each._evenstep_mixer.equal for each in mixers.mixers_of(model).values())
 
 
+def test_router_logits_of_layers_on_rows_are_refused() -> None:
+    model = hybrid("deepseek_v4", "eager")
+
+    with pytest.raises(ConfigError, match="router logits inside of layers that run on rows"):
+        hf_forward(model, outputs="router_logits")(model, packed(samples_of((5, 23, 12))))
+
+
 def test_a_model_whose_state_is_not_in_a_layer_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -201,6 +201,12 @@ def _outputs(
                 f"{traits.name} returns no router logits. Use outputs='logits', or a mixture of "
                 f"experts whose forward takes output_router_logits."
             )
+        slots = batch.rows * batch.width
+        if any(layer.ndim == 2 and len(layer) != slots for layer in results.router_logits):
+            raise ConfigError(
+                f"{traits.name} computes its router logits inside of layers that run on rows of "
+                f"one segment each, so they are not those of the packed row. Use outputs='logits'."
+            )
         tensors[outputs] = select_output(results, outputs, batch.rows, batch.width)
     else:
         results = model(**kwargs)
