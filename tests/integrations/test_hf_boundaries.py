@@ -132,3 +132,13 @@ def test_with_a_mask_positions_that_stand_still_are_one_segment() -> None:
     found = _read(Hints(2, 8, positions.device, padding=mask, positions=positions))
     # An image of three tokens, and padding; then segments of 5, 1 and 2 tokens.
     assert found.cu_seqlens.tolist() == [0, 7, 8, 13, 14, 16]
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_boundaries_that_are_changed_in_place_are_read_again(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        ends = torch.tensor([0, 3, 8])
+        for second in (3, 5):
+            ends[1] = second
+            found = Hints(1, 8, ends.device, cu_seqlens=ends).boundaries()
+            assert found.cu_seqlens.tolist() == [0, second, 8]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
+import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -214,6 +217,13 @@ def test_modules_that_select_run_on_rows_of_equal_length() -> None:
     assert all(each._evenstep_mixer.equal for each in mixers.mixers_of(model).values())
 
 
+def test_router_logits_of_layers_on_rows_are_refused() -> None:
+    model = hybrid("deepseek_v4", "eager")
+
+    with pytest.raises(ConfigError, match="router logits inside of layers that run on rows"):
+        hf_forward(model, outputs="router_logits")(model, packed(samples_of((5, 23, 12))))
+
+
 def test_a_model_whose_state_is_not_in_a_layer_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -253,6 +263,28 @@ def test_a_padded_batch_and_generation_run_as_before() -> None:
     assert supports_packing(model).safe
 
     assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
+@pytest.mark.parametrize(("name", "attention"), [("lfm2", "sdpa"), ("llama", "evenstep")])
+def test_threads_that_run_a_model_first_judge_it_once(name: str, attention: str) -> None:
+    model, samples = hybrid(name, attention).train(), samples_of((5, 23, 12))
+    batch, start, found = packed(samples), threading.Barrier(4), list[Any]()
+
+    def run() -> None:
+        start.wait()
+        found.append(hf_forward(model)(model, batch).detach())
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert all(module.training for module in model.modules())
+    alone = [model(input_ids=s["input_ids"][None], use_cache=False).logits for s in samples]
+    for logits in found:
+        assert torch.allclose(logits, torch.cat(alone, 1), rtol=0, atol=1e-6)
+    assert len(found) == 4
 
 
 # What hides a mixer, or undoes its wrapping -------------------------------------------------------
@@ -356,6 +388,19 @@ def _release(model: Any) -> None:
     mixers.release(model)
 
 
+def _replace_forwards(model: Any) -> None:
+    for mixer in mixers.mixers_of(model).values():
+        mixer.forward = types.MethodType(type(mixer).forward, mixer)
+
+
+def _put_forwards_around(model: Any) -> None:
+    for mixer in mixers.mixers_of(model).values():
+        mixer.forward = partial(mixer.forward)
+    assert supports_packing(model).safe
+    for mixer in mixers.mixers_of(model).values():
+        mixer.forward = partial(mixer.forward)
+
+
 @pytest.mark.parametrize(
     "disturb",
     [
@@ -364,6 +409,8 @@ def _release(model: Any) -> None:
         _interrupt_a_decision,
         _replace_a_layer,
         _release,
+        _replace_forwards,
+        _put_forwards_around,
     ],
 )
 def test_an_answer_holds_only_as_long_as_its_mixers(disturb: Callable[[Any], None]) -> None:
@@ -471,7 +518,7 @@ def test_boundaries_reach_a_mixer_whose_call_has_no_segments() -> None:
     assert supports_packing(model).safe
     seen: list[Any] = []
     for mixer in mixers.mixers_of(model).values():
-        mixer._evenstep_forward = _recorded(mixer._evenstep_forward, seen)
+        mixer.forward = _recorded(mixer.forward, seen)
 
     model(input_ids=tokens, seq_idx=torch.zeros_like(tokens).int(), use_cache=False)
 

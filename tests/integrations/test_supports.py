@@ -241,6 +241,18 @@ def test_a_model_is_judged_again_when_it_gets_its_weights(monkeypatch: pytest.Mo
         hf_forward(model)(model, batch_of([3, 2], "packed"))
 
 
+def test_a_model_that_is_made_to_see_both_ways_is_judged_again() -> None:
+    model = llama("sdpa")
+    batch = batch_of([5, 3, 4], "packed")
+    hf_forward(model)(model, batch)
+    model.config.is_causal = False
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+
+    with pytest.raises(ConfigError, match="bidirectional"):
+        hf_forward(model)(model, batch)
+
+
 def test_other_implementations_are_judged_by_running() -> None:
     """As `attn_implementation="evenstep"` is."""
     from torch.nn.functional import scaled_dot_product_attention

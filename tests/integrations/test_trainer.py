@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     TrainingArguments,
@@ -24,6 +25,8 @@ from evenstep import Packed, Padded, PlannedStream, Recipe, Steps, Topology, Wor
 from evenstep.data import InMemory, MeasuredMapped
 from evenstep.errors import ConfigError, CursorError, PlanError
 from evenstep.integrations.accelerate import StepLoader, accelerate_loader
+from evenstep.integrations.huggingface import HfCollate
+from tests.integrations.hybrids import alone, hybrid, samples_of
 from tests.integrations.loops import (
     EPOCHS,
     LENGTHS,
@@ -45,6 +48,7 @@ from tests.integrations.loops import (
     tiny_model,
     without_name,
 )
+from tests.slow.measure import error_of, gradients_of
 from tests.source_cases import Rows
 
 
@@ -165,6 +169,22 @@ def test_a_loss_without_the_labels_between_segments_is_refused(tmp_path: Path, w
         trainer.train()
 
 
+def test_labels_are_smoothed_alike_in_a_class_of_another_name(tmp_path: Path) -> None:
+    """transformers shifts labels for the names of its own causal language models only."""
+
+    class Derived(LlamaForCausalLM):  # type: ignore[misc]
+        pass
+
+    weights = []
+    for kind in (LlamaForCausalLM, Derived):
+        model = kind(tiny_model().config)
+        model.load_state_dict(tiny_model().state_dict())
+        options: Any = {"label_smoothing_factor": 0.1, "max_steps": 2, "save_strategy": "no"}
+        planned_trainer(tmp_path, model, **options).train()
+        weights.append(parameters(model))
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize("name", ["dispatch_batches", "split_batches"])
 def test_options_that_divide_batches_are_refused(tmp_path: Path, name: str) -> None:
     trainer = planned_trainer(tmp_path, accelerator_config={name: True})
@@ -175,6 +195,8 @@ def test_options_that_divide_batches_are_refused(tmp_path: Path, name: str) -> N
 def test_what_the_trainer_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="train_sampling_strategy"):
         planned_trainer(tmp_path, train_sampling_strategy="group_by_length")
+    with pytest.raises(ConfigError, match="neftune_noise_alpha"):
+        planned_trainer(tmp_path, neftune_noise_alpha=5.0)
     three = Recipe(layout=Packed(max_tokens=48), steps=Steps(micro_batches=3))
     with pytest.raises(ConfigError, match=r"Set Steps\(micro_batches=2\)"):
         planned_trainer(tmp_path, recipe=three).train()
@@ -198,6 +220,25 @@ def test_a_model_that_carries_state_trains_packed_as_padded(tmp_path: Path) -> N
         weights.append(parameters(model))
     for packed, padded in zip(*weights, strict=True):
         np.testing.assert_allclose(packed, padded, atol=1e-6)
+
+
+@pytest.mark.parametrize("library", ["transformers", "accelerate"])
+def test_a_model_that_selects_tokens_trains_padded_as_alone(tmp_path: Path, library: str) -> None:
+    model, samples = hybrid("deepseek_v32"), samples_of((5, 23, 12, 23))
+    expected = alone(model, samples)
+    recipe, batches = Recipe(layout=Padded(samples=4), steps=Steps(micro_batches=1)), list[Any]()
+    if library == "transformers":
+        options: Any = {"gradient_accumulation_steps": 1, "num_train_epochs": 1}
+        arguments = arguments_of(TrainingArguments, tmp_path, **options)
+        data: Any = {"train_dataset": samples, "recipe": recipe}
+        batches.extend(PlannedTrainer(model, arguments, **data).get_train_dataloader())
+    else:
+        stream = PlannedStream(InMemory(samples), recipe)
+        batches.extend(accelerate_loader(Accelerator(cpu=True), stream, model=model))
+
+    losses = [model(**{**batch, "num_items_in_batch": 1}).loss for batch in batches]
+
+    assert error_of(gradients_of(model, losses), expected) <= 2e-6
 
 
 def test_a_number_of_steps_ends_within_an_epoch(tmp_path: Path) -> None:
@@ -338,6 +379,11 @@ def test_what_accelerate_cannot_run_is_refused() -> None:
         accelerated(world=World(1, 2))
     with pytest.raises(ConfigError, match="needs model=model"):
         accelerated(model=None)
+    sizes: Any = {"hidden_size": 16, "n_layer": 1, "n_head": 2}
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, **sizes))
+    for options in ({"model": bloom}, {"model": None, "collate": HfCollate(model=bloom)}):
+        with pytest.raises(ConfigError, match="does not support packed batches"):
+            accelerated(**options)
     with pytest.raises(ConfigError, match="skip_steps"):
         next(iter(skip_first_batches(accelerated(), 2)))
     with pytest.raises(ConfigError, match=r"differ in size.*num_steps"):

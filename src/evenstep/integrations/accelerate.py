@@ -9,14 +9,13 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 
-from evenstep.core.layout import Packed
 from evenstep.data.planned import PlannedStream
 from evenstep.data.source import Progress, check_some_loss
 from evenstep.data.stream import Stream
 from evenstep.errors import ConfigError, CursorError, InputError
 from evenstep.integrations.dataloader import Collate, refuse_reserved
 from evenstep.integrations.hf_arguments import HfCollate
-from evenstep.integrations.huggingface import carries_state, support_of
+from evenstep.integrations.huggingface import check_layout
 from evenstep.integrations.run_state import all_gather
 from evenstep.integrations.sampler import (
     STATE,
@@ -26,7 +25,6 @@ from evenstep.integrations.sampler import (
     pop_predicted,
 )
 from evenstep.tensors.batch import IGNORE_INDEX
-from evenstep.train.framework import unwrapped
 from evenstep.train.result import ANY_CAUSE
 
 __all__ = ["StepLoader", "accelerate_loader"]
@@ -76,15 +74,9 @@ def accelerate_loader(
     sampler = _OwnedSampler(stream, per_step=per_step, progress=progress)
     if model is None and collate is None:
         raise ConfigError("accelerate_loader needs model=model, or a `collate` of your own.")
-    if collate is None:
-        if isinstance(stream.recipe.layout, Packed) and carries_state(unwrapped(model)):
-            support = support_of(model)  # its mixers run on rows from now on
-            if not support.safe:
-                raise ConfigError(
-                    f"{type(unwrapped(model)).__name__} does not support packed batches: "
-                    f"{support.why}. Use Recipe(layout=choose_layout(model, layout))."
-                )
-        collate = HfCollate(model=model)
+    collate = HfCollate(model=model) if collate is None else collate
+    if isinstance(collate, HfCollate):
+        check_layout(collate.model, stream.recipe.layout)
     loader = StepLoader(sampler, collate, accelerator, **options)
     accelerator.prepare_data_loader(loader)  # for save_state; the loader stays as it is
     return loader

@@ -449,22 +449,22 @@ class Hints:
     def boundaries(self) -> Boundaries:
         """The boundaries, computed once per batch: all layers pass the same tensors."""
         self._check()
-        if torch.compiler.is_compiling():
-            bounds = _traced(self)
-            return bounds if self.keys is None else bounds.seeing(*self.keys)
         tensors = [t for t in (self.padding, self.positions, self.cu_seqlens) if t is not None]
         tensors += () if self.keys is None else self.keys[:2]
-        if not tensors:
-            return _whole_rows(self)
+        compiled = torch.compiler.is_compiling()
+        if compiled or not tensors or any(tensor.is_inference() for tensor in tensors):
+            # Tensors that were made in inference mode do not tell when they are changed.
+            return self._seeing(_traced(self) if compiled else _read(self))
         first, *others = tensors
-        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        versions = [tensor._version for tensor in tensors]
         key = (self.rows, self.width, [id(tensor) for tensor in others], versions)
         if first not in _READ or _READ[first][0] != key:
             # `others` stay alive with the result, so that no other tensors have their ids.
-            bounds = _read(self)
-            bounds = bounds if self.keys is None else bounds.seeing(*self.keys)
-            _READ[first] = key, others, bounds
+            _READ[first] = key, others, self._seeing(_read(self))
         return cast(Boundaries, _READ[first][2])
+
+    def _seeing(self, bounds: Boundaries) -> Boundaries:
+        return bounds if self.keys is None else bounds.seeing(*self.keys)
 
     def _check(self) -> None:
         shape = (self.rows, self.width)
@@ -514,6 +514,8 @@ def _whole_rows(hints: Hints) -> Boundaries:
 def _read(hints: Hints) -> Boundaries:
     """Boundaries with the number of segments read on the host."""
     rows, width, ends = hints.rows, hints.width, hints.cu_seqlens
+    if ends is None and hints.padding is None and hints.positions is None:
+        return _whole_rows(hints)
     if ends is not None:
         ends = ends.to(hints.device, torch.int32, copy=True)  # what is kept must not hold its key
         _check_ends(on_host(hints.cu_seqlens), rows, width)

@@ -17,6 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from evenstep.core.layout import Layout, Padded
+from evenstep.core.layout import Layout, Packed, Padded
 from evenstep.core.text import one_of
 from evenstep.errors import ConfigError
 from evenstep.integrations.hf_arguments import (
@@ -128,10 +129,9 @@ def _make_forward(
         _check_attention(model)
         sees = batch.tree is not None or batch.exchange is not None
         if sees or isinstance(unwrapped(model), FSDPModule) or carries_state(unwrapped(model)):
-            # Its forwards communicate, so all ranks judge it now, packed batch or not. Layers that
-            # select tokens run on rows of equal length in padded batches as well. Segments that see
-            # others are refused where layers carry state.
-            support_of(unwrapped(model))
+            # Its forwards communicate, so all ranks judge it now, packed batch or not; also, see
+            # `check_layout`. Segments that see others are refused where layers carry state.
+            support_of(model)
         on_unsupported = "raise" if sees else unsupported
         if one_segment_per_row(batch) or _may_pack(model, batch, on_unsupported):
             tensors = _run(model, batch, outputs)
@@ -201,6 +201,12 @@ def _outputs(
                 f"{traits.name} returns no router logits. Use outputs='logits', or a mixture of "
                 f"experts whose forward takes output_router_logits."
             )
+        slots = batch.rows * batch.width
+        if any(layer.ndim == 2 and len(layer) != slots for layer in results.router_logits):
+            raise ConfigError(
+                f"{traits.name} computes its router logits inside of layers that run on rows of "
+                f"one segment each, so they are not those of the packed row. Use outputs='logits'."
+            )
         tensors[outputs] = select_output(results, outputs, batch.rows, batch.width)
     else:
         results = model(**kwargs)
@@ -246,7 +252,8 @@ def _check_attention(model: Any) -> None:
         return
     from evenstep.integrations.hf_attention import fault_of
 
-    why = fault_of(inner)
+    with _judging(inner):
+        why = None if inner in _CHECKED else fault_of(inner)
     if why is not None:
         raise ConfigError(
             f"{type(inner).__name__} does not run with attn_implementation='evenstep': {why}. "
@@ -394,38 +401,74 @@ class _Decision(NamedTuple):
 
     support: Support
     registered: dict[str, bool]  # classes of the model, and whether they need equal lengths
-    mixers: dict[str, Mixer]  # by module; every decision makes its own
+    mixers: dict[str, tuple[Mixer, Any]]  # with their forwards; every decision makes its own
 
     def holds(self, model: Any) -> bool:
         """Whether the model still has the classes and the mixers of this answer."""
         return (self.registered, self.mixers) == _registered_and_mixers(model)
 
 
-_DECISIONS: WeakKeyDictionary[Any, dict[tuple[str, str], _Decision]] = WeakKeyDictionary()
-"""By model, and by its attention implementation and device."""
+_DECISIONS: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Decision]] = WeakKeyDictionary()
+"""By model, and by its attention implementation, directions and device."""
 
 
-def _conditions(model: Any) -> tuple[str, str]:
+_LOCKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_LOCKING = threading.Lock()
+
+
+def _judging(model: Any) -> AbstractContextManager[Any]:
+    """One thread at a time: small forwards change a model's mode, its zeros and its mixers. A lock
+    for each model, because ranks that are threads communicate in theirs."""
+    with _LOCKING:
+        lock: AbstractContextManager[Any] = _LOCKS.setdefault(core_of(model), threading.RLock())
+        return lock
+
+
+def _conditions(model: Any) -> tuple[Any, ...]:
     """What decides which code runs: small forwards may be possible on one device only."""
-    first = next(model.parameters(), None)
-    return _implementation_of(model), "" if first is None else first.device.type
+    first, config = next(model.parameters(), None), text_config(model)
+    ways = [getattr(config, name, None) for name in ("is_causal", "is_decoder")]
+    return _implementation_of(model), *ways, "" if first is None else first.device.type
 
 
 def support_of(model: Any) -> Support:
     """`supports_packing` of segments whose lengths the model's RoPE allows in one micro-batch,
-    decided again if the attention implementation, device, registered classes or mixers are others.
+    decided again if the attention implementation or its direction, the device, registered classes
+    or mixers are others.
     """
     model = unwrapped(model)
-    decision = _DECISIONS.get(model, {}).get(_conditions(model))
-    return decision.support if decision is not None and decision.holds(model) else _decide(model)
+    with _judging(model):
+        decision = _DECISIONS.get(model, {}).get(_conditions(model))
+        holds = decision is not None and decision.holds(model)
+        return decision.support if decision is not None and holds else _decide(model)
 
 
-def _registered_and_mixers(model: Any) -> tuple[dict[str, bool], dict[str, Mixer]]:
+def check_layout(model: Any, layout: Layout) -> None:
+    """Judge a model before its first batch, where forwards are not those of `hf_forward`. Raises if
+    the layout is packed and the model does not support that.
+
+    Layers that carry state run on rows from then on: those that select tokens on rows of equal
+    length, in padded batches as well.
+    """
+    packed = isinstance(layout, Packed)
+    if not packed and not carries_state(unwrapped(model)):
+        return
+    support = support_of(model)
+    if packed and not support.safe:
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} does not support packed batches: {support.why}. "
+            f"Use Recipe(layout=choose_layout(model, layout)), or use_attention(model) of "
+            f"evenstep.integrations.hf_attention."
+        )
+
+
+def _registered_and_mixers(model: Any) -> tuple[dict[str, bool], dict[str, tuple[Mixer, Any]]]:
     core = core_of(model)
     mixers = mixers_of(core) if has_mixers(core) else {}
+    forwards = {name: module.__dict__.get("forward") for name, module in mixers.items()}
     return (
         {name: equal_lengths(name) for name in registered_in(model)},
-        {name: module._evenstep_mixer for name, module in mixers.items()},
+        {name: (mixers[name]._evenstep_mixer, forward) for name, forward in forwards.items()},
     )
 
 
@@ -435,14 +478,15 @@ def _decide(model: Any) -> Support:
     if text_config(model) is None:
         return Support(False, f"{type(model).__name__} has no config; test it with find_leaks")
     core = core_of(model)
-    release(core)
-    try:
-        support = _judge(model)
-    except BaseException:
+    with _judging(model):
         release(core)
-        raise
-    decisions = _DECISIONS.setdefault(model, {})
-    decisions[_conditions(model)] = _Decision(support, *_registered_and_mixers(model))
+        try:
+            support = _judge(model)
+        except BaseException:
+            release(core)
+            raise
+        decisions = _DECISIONS.setdefault(model, {})
+        decisions[_conditions(model)] = _Decision(support, *_registered_and_mixers(model))
     return support
 
 

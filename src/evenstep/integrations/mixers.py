@@ -46,7 +46,6 @@ KEYWORD = "segment_slots"
 """The keyword argument with the segments of a batch: (2, segments), first slot and length. The
 outermost module takes it away before its forward runs."""
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keyword arguments that a mixer must not receive: on rows they do not hold."""
 
 _REGISTERED: dict[str, bool] = {}
 
@@ -60,6 +59,11 @@ def register_mixer(name: str | type, *, equal_lengths: bool = False) -> None:
     >>> register_mixer("MyRecurrence")
     """
     _REGISTERED[name if isinstance(name, str) else name.__name__] = equal_lengths
+
+
+def without_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Without what tells kernels where packed segments end, which does not hold on rows."""
+    return {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
 
 
 def class_of(module: nn.Module) -> type:
@@ -207,13 +211,12 @@ def row_groups(
 class _Frame(NamedTuple):
     segments: SegmentRows | None  # None inside mixers, and for a call without boundaries
     outer: _Frame | None
-    backward: int  # the one that it belongs to, `_NOT` for a forward, `_UNKNOWN` for no call
+    backward: int  # the one that it belongs to, or `_NOT`
     call: FrameType | None = None  # of Python; no hook follows one that is interrupted
     packed: bool = False  # inside a mixer whose kernels get packed rows
 
 
-_NOT, _UNKNOWN = -1, -2
-
+_NOT = -1
 
 _FRAME: ContextVar[_Frame | None] = ContextVar("segments", default=None)
 _CALLS: dict[int, tuple[StorageWeakRef, SegmentRows | None, bool]] = {}
@@ -319,8 +322,8 @@ def _enter(args: Any, kwargs: dict[str, Any], outermost: bool = False) -> tuple[
         _forget()
         _push(segments, backward)
         _remember(segments, args, kwargs)
-    else:
-        _push(None, _UNKNOWN)
+    else:  # a frame of no backward: what is inside looks for its own forward
+        _push(None, _NOT)
     return args, kwargs
 
 
@@ -416,10 +419,12 @@ def _runs_once(module: nn.Module, mixer: Mixer) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward_on_rows(module: Any, mixer: Mixer, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a mixer. It is not compiled: the shapes of rows differ from batch to batch,
     and recurrences would be unrolled."""
-    forward, frame = module._evenstep_forward, _frame_of(args, kwargs)
+    if getattr(module, "_evenstep_mixer", None) is not mixer:  # it was released
+        return forward(*args, **kwargs)
+    frame = _frame_of(args, kwargs)
     if frame is None and _backward() != _NOT:
         raise ConfigError(
             f"{class_of(module).__name__} is recomputed in the backward, and its boundaries are "
@@ -428,10 +433,9 @@ def _forward_on_rows(module: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if frame is None or frame.segments is None:
         return forward(*args, **kwargs)
-    kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
-    segments, mixer = frame.segments, module._evenstep_mixer
+    kwargs, segments = without_boundaries(kwargs), frame.segments
     if segments.begins and mixer.mode == "kernels":
-        return _with_kernels(module, frame, args, kwargs)
+        return _with_kernels(module, forward, frame, args, kwargs)
     single = _runs_once(module, mixer)
     if not segments.begins or (segments.whole and not mixer.equal):
         return forward(*args, **kwargs)
@@ -554,7 +558,7 @@ def _tokens_of(tensor: Tensor, axes: Axes, rows: Rows) -> Tensor:
 # Kernels for packed rows --------------------------------------------------------------------------
 
 
-def _with_kernels(module: Any, frame: _Frame, args: Any, kwargs: Any) -> Any:
+def _with_kernels(module: Any, forward: Any, frame: _Frame, args: Any, kwargs: Any) -> Any:
     """The forward of a mixer whose kernels read the segments of its call."""
     home = sys.modules[class_of(module).__module__]
     for name, packed in _KERNELS.items():
@@ -563,7 +567,7 @@ def _with_kernels(module: Any, frame: _Frame, args: Any, kwargs: Any) -> Any:
             setattr(home, name, _reads_segments(kernel, packed))
     _push(frame.segments, frame.backward, packed=True)
     try:
-        return module._evenstep_forward(*args, **kwargs)
+        return forward(*args, **kwargs)
     finally:
         _pop()
 
@@ -631,8 +635,8 @@ def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
     for name, mixer in mixers.items():
         module = model.get_submodule(name)
         _runs_once(module, mixer)
-        module._evenstep_mixer, module._evenstep_forward = mixer, module.forward
-        module.forward = partial(_forward_on_rows, module)
+        module._evenstep_mixer = mixer
+        module.forward = partial(_forward_on_rows, module, mixer, module.forward)
         while name := name.rpartition(".")[0]:
             around.setdefault(model.get_submodule(name), (_enter_layer, _leave_layer))
     for module, (enter, leave) in around.items():
@@ -643,15 +647,17 @@ def run_on_rows(model: Any, mixers: Mapping[str, Mixer]) -> None:
 
 
 def release(model: Any) -> None:
-    """Undo `run_on_rows`."""
+    """Undo `run_on_rows`. A forward that others put around ours stays, and ours runs the one inside
+    of it."""
     for module in mixers_of(model).values():
-        if getattr(module._evenstep_forward, "__func__", None) is getattr(
-            type(module), "forward", 0
-        ):
-            del module.__dict__["forward"]
-        else:
-            module.forward = module._evenstep_forward
-        del module._evenstep_mixer, module._evenstep_forward
+        wrapped = module.__dict__.get("forward")
+        if isinstance(wrapped, partial) and wrapped.func is _forward_on_rows:
+            forward = wrapped.args[2]
+            if getattr(forward, "__func__", None) is getattr(type(module), "forward", 0):
+                del module.__dict__["forward"]
+            else:
+                module.forward = forward
+        del module._evenstep_mixer
     for module in model.modules():
         for handle in module.__dict__.pop("_evenstep_handles", ()):
             handle.remove()

@@ -240,21 +240,5 @@ def convolve(run: Callable[[Tensor], Tensor], inputs: Tensor, places: Tensor, en
     With as many zeros in front of each segment as it sees tokens, none sees another segment."""
     tokens = inputs.transpose(1, 2).flatten(0, 1)
     wide = tokens.new_zeros((end, tokens.shape[1])).index_copy_(0, places, tokens)
-    result: Tensor = _Taken.apply(run(wide.T[None])[0].T, places)
+    result = run(wide.T[None])[0].T[places]
     return result.unflatten(0, (inputs.shape[0], inputs.shape[2])).transpose(1, 2)
-
-
-class _Taken(torch.autograd.Function):  # type: ignore[misc]
-    """`index_select` of places that differ: its backward copies, where that of torch adds."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.number = len(values)
-        return values.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (places,) = ctx.saved_tensors
-        wide = gradient.new_zeros((ctx.number, gradient.shape[1]))
-        return wide.index_copy_(0, places, gradient), None

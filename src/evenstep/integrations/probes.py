@@ -33,6 +33,7 @@ from evenstep.integrations.mixers import (
     registered_in,
     release,
     run_on_rows,
+    without_boundaries,
 )
 from evenstep.integrations.packed_kernels import CHUNK
 from evenstep.planning.planner import make_plan
@@ -205,7 +206,7 @@ class Probe:
         if positions is not None:
             kwargs["position_ids"] = positions
         if not with_boundaries:
-            kwargs = _without_boundaries(kwargs)
+            kwargs = without_boundaries(kwargs)
         outputs = self.run(kwargs)
         if tuple(outputs.shape[:2]) != (batch.rows, batch.width):
             raise ValueError(f"outputs of shape {tuple(outputs.shape)}, not one per slot")
@@ -451,7 +452,7 @@ class MixerSearch:
         batch = packed_row(samples, tail).to(self.probe.device)
         kwargs = hf_kwargs(batch, self.model)
         if not with_boundaries:
-            kwargs = _without_boundaries(kwargs)
+            kwargs = without_boundaries(kwargs)
         calls: list[_Call] = []
         active: list[_Running] = []
 
@@ -515,11 +516,6 @@ class _RefusedError(Exception):
     def __init__(self, name: str, cause: Exception) -> None:
         super().__init__(name)
         self.name, self.cause = name, cause
-
-
-def _without_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
-    boundaries = ("cu_seq_lens", "max_length")
-    return {name: value for name, value in kwargs.items() if not name.startswith(boundaries)}
 
 
 def _digest(tensor: Tensor, axes: Axes | None) -> Tensor:

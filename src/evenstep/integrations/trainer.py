@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from evenstep.core.layout import Packed, Padded
+from evenstep.core.layout import Padded
 from evenstep.core.plan import MicroBatch
 from evenstep.core.recipe import Recipe, Steps, World
 from evenstep.core.text import whole_number
@@ -52,7 +53,7 @@ from evenstep.integrations.hf_arguments import (
     text_config,
     traits_of,
 )
-from evenstep.integrations.huggingface import support_of
+from evenstep.integrations.huggingface import check_layout
 from evenstep.integrations.run_state import gather_state
 from evenstep.integrations.sampler import (
     CountedCollate,
@@ -106,6 +107,7 @@ class EvenstepMixin:
     args: Any
     model: Any
     model_wrapped: Any
+    label_smoother: Any
     accelerator: Any
     train_dataset: Any
     state: Any
@@ -123,6 +125,9 @@ class EvenstepMixin:
         self._collate = Collator() if collate is None else collate
         super().__init__(*arguments, **options)
         _check_arguments(self.args)
+        if getattr(self, "label_smoother", None) is not None:
+            # transformers shifts the labels of classes that it knows by name only.
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.add_callback(_StepEvents(self))  # type: ignore[attr-defined]
         self.step_sampler: PlannedBatchSampler | None = None
         self.pooled_loader: StreamLoader | None = None
@@ -288,13 +293,7 @@ class EvenstepMixin:
                 "where a sample is split. Set overflow to 'truncate', 'drop' or 'alone', or leave "
                 "them out."
             )
-        support = support_of(self.model) if isinstance(self.recipe.layout, Packed) else None
-        if support is not None and not support.safe:
-            raise ConfigError(
-                f"{type(self.model).__name__} does not support packed batches: {support.why}. Use "
-                f"Recipe(layout=choose_layout(model, layout)), or use_attention(model) of "
-                f"evenstep.integrations.hf_attention."
-            )
+        check_layout(self.model, self.recipe.layout)
 
 
 def _advance(bar: Any) -> Progress:
@@ -323,6 +322,11 @@ def _check_arguments(args: Any) -> None:
         raise ConfigError(
             f"train_sampling_strategy={strategy!r} has no effect on planned steps, which choose "
             f"their samples themselves. Remove it (and group_by_length)."
+        )
+    if getattr(args, "neftune_noise_alpha", None) is not None:
+        raise ConfigError(
+            "neftune_noise_alpha scales its noise by the width of a row, which is that of a packed "
+            "or padded micro-batch, not of a sample. Remove it."
         )
 
 
