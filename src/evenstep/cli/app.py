@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -64,8 +63,6 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an error is one line on standard error, or one
     for each fault of a configuration."""
-    if arguments is None and hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `evenstep ... | head` ends quietly
     with terminal.any_text():
         return _run(arguments)
 
@@ -86,7 +83,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         end = "" if message.endswith("?") else "."
         return _fault(f"{message}{end} See `evenstep --help`.")
     except OSError as error:
-        terminal.silence()
+        terminal.silence(sys.stdout)
         where = "" if error.filename is None else f"{error.filename}: "
         return _fault(f"{where}{error.strerror or error}. Check the file and the free disk space.")
     except MemoryError:
@@ -96,7 +93,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _fault(message: str, *listed: str) -> int:
     """Print a message of one line, and what it lists, a line each."""
-    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    terminal.say(f"error: {printable(' '.join(message.split()))}")
     for line in listed:
-        print(f"  {printable(' '.join(line.split()))}", file=sys.stderr)
+        terminal.say(f"  {printable(' '.join(line.split()))}")
     return 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TextIO
 
 _EVERY_S = 10.0  # seconds between two lines if standard error is not a terminal
@@ -30,16 +32,20 @@ class RunProgress:
         left = (now - self._began) / (done - self._first) * (self._steps - done)
         text = line_of(values, self._steps, left)
         if self._live:
-            self._stream.write(f"\r{text:<{self._width}}")
+            text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps stays
+            self._print(f"\r{text:<{self._width}}")
             self._width = len(text)
         else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
+            self._print(text + "\n")
 
     def close(self) -> None:
         """End the line."""
         if self._live and self._width:
-            self._stream.write("\n")
+            self._print("\n")
+
+    def _print(self, text: str) -> None:
+        with suppress(OSError):  # its reader has ended; the run goes on
+            self._stream.write(text)
             self._stream.flush()
 
 
