@@ -18,7 +18,7 @@ from evenstep.core.models import ModelSize, read_model_config
 from evenstep.core.plan import Plan
 from evenstep.core.plan_file import replace_file
 from evenstep.core.recipe import Topology
-from evenstep.core.text import short_repr
+from evenstep.core.text import listed, short_repr
 from evenstep.errors import ConfigError, FileError
 from evenstep.report.simulation.memory import memory_of
 
@@ -31,14 +31,17 @@ _MATTERS = (
 """Settings that the losses of a run depend on, by the beginnings of their names."""
 _FREE = ("model.path", "model.attention")
 """Others below them: checkpoints and streams compare what is in the files themselves."""
+_SIZES = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn")
 _CUTS = ("layout", "limits")  # matter too where they decide what is cut off or left out
 
 
 def run_faults(settings: Settings) -> list[str]:
     """What a training run lacks, and what has no effect on it."""
-    recipe, stream, trainer, data = (
-        settings.recipe, settings.stream, settings.trainer, settings.data
+    recipe, stream, model, trainer, data = (
+        settings.recipe, settings.stream, settings.model, settings.trainer, settings.data
     )  # fmt: skip
+    default = ModelSettings()
+    sizes = [f"model.{name}" for name in _SIZES if getattr(model, name) != getattr(default, name)]
     pairs = data is not None and data.format == "pairs"
     parallel = {"cp": "context", "tp": "tensor", "pp": "pipeline"}
     faults = {
@@ -71,6 +74,10 @@ def run_faults(settings: Settings) -> list[str]:
         f"trainer.beta has no effect on {trainer.job}. Set trainer.job to dpo, or remove it.": (
             trainer.job != "dpo" and trainer.beta != TrainerSettings().beta
         ),
+        "trainer.max_skipped has no effect where a step that is not finite ends the run. Set "
+        "trainer.on_nonfinite to skip, or remove it.": (
+            trainer.on_nonfinite == "stop" and trainer.max_skipped != TrainerSettings().max_skipped
+        ),
         "trainer.reduce_every has no effect on ddp. Set trainer.parallel to fsdp2, or remove it.": (
             trainer.parallel == "ddp" and trainer.reduce_every is not None
         ),
@@ -82,6 +89,15 @@ def run_faults(settings: Settings) -> list[str]:
         "second_work has no effect: the trainer reads text only. Remove it.": (
             recipe.second_work is not None
         ),
+        f"limits.columns has {listed(list(recipe.limits.columns))}, which the samples of the trainer do "
+        f"not have. Remove it; layout.max_tokens and limits.cost bound a micro-batch.": bool(
+            recipe.limits.columns
+        ),
+        "model.attention has no effect on the example decoder. Set model.path, or remove it.": (
+            model.path is None and model.attention != ModelSettings().attention
+        ),
+        f"{listed(sizes)} would have no effect: the config of model.path has the sizes. Remove "
+        f"model.path or the sizes.": bool(sizes) and model.path is not None,
     }
     for name, word in parallel.items():
         fault = (

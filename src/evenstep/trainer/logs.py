@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from evenstep.config.settings import TrainerSettings
 from evenstep.core.plan_file import replace_file
 from evenstep.data.source import digest_of
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, FileError
 from evenstep.report.run_progress import RunProgress
-from evenstep.trainer.job import Job
-from evenstep.trainer.ranks import Ranks
+
+if TYPE_CHECKING:
+    from evenstep.trainer.job import Job
+    from evenstep.trainer.ranks import Ranks
 
 
 class Log:
@@ -30,8 +33,14 @@ class Log:
     def write(self, values: Mapping[str, Any]) -> None:
         """Add one step; numbers that are not finite are null."""
         lost = [n for n, each in values.items() if isinstance(each, float) and not isfinite(each)]
-        self._file.write(json.dumps({**values, **dict.fromkeys(lost)}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({**values, **dict.fromkeys(lost)}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise FileError(
+                f"{self.path} cannot be written ({error.strerror or error}). Check the free disk "
+                f"space and start the run again."
+            ) from None
 
     def close(self) -> None:
         """Finish the file."""
@@ -52,8 +61,9 @@ def writers(job: Job, ranks: Ranks, step: int) -> Iterator[Callable[[Mapping[str
         yield lambda values: None
         return
     settings = job.settings.trainer
-    names = dict.fromkeys([*settings.log, *["tensorboard"] * settings.tensorboard])
-    trackers = [_tracker(name, job, step) for name in names]
+    names = trackers_of(settings)
+    kinds = zip(names, tracker_kinds(names), strict=True)
+    trackers = [_tracker(name, kind, job, step) for name, kind in kinds]
     log, line = Log(job.folder / "log.jsonl", step), RunProgress(job.steps, step)
 
     def write(values: Mapping[str, Any]) -> None:
@@ -72,30 +82,54 @@ def writers(job: Job, ranks: Ranks, step: int) -> Iterator[Callable[[Mapping[str
             tracker.finish()
 
 
-def _tracker(name: str, job: Job, step: int) -> Any:
-    """A tracker of accelerate; one that can goes on where an earlier start of the run ended."""
+def trackers_of(settings: TrainerSettings) -> list[str]:
+    """The names of the trackers of a run, each once."""
+    return list(dict.fromkeys([*settings.log, *["tensorboard"] * settings.tensorboard]))
+
+
+def tracker_kinds(names: Iterable[str]) -> list[Any]:
+    """The classes of these trackers of accelerate, or an error with what is unknown or missing."""
+    names = list(names)
+    if not names:
+        return []
     try:
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS as KINDS
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, LoggerType, get_available_trackers
     except ImportError:
         raise ConfigError(
             "trainer.log needs accelerate. Install it with pip install accelerate."
         ) from None
-    if name not in KINDS:
-        raise ConfigError(f"trainer.log: {name!r} is unknown; expected one of {', '.join(KINDS)}.")
+    kinds: dict[str, Any] = {str(name): kind for name, kind in LOGGER_TYPE_TO_CLASS.items()}
+    missing = {str(each) for each in LoggerType} - {str(each) for each in get_available_trackers()}
+    for name in names:
+        if name not in kinds:
+            raise ConfigError(
+                f"trainer.log: {name!r} is unknown; expected one of {', '.join(kinds)}."
+            )
+        if name in missing:
+            raise _not_installed(name)
+    return [kinds[name] for name in names]
+
+
+def _tracker(name: str, kind: Any, job: Job, step: int) -> Any:
+    """A tracker of accelerate; one that can goes on where an earlier start of the run ended."""
     run, options = job.folder.resolve().name, {}
     if name == "tensorboard":
         options = {"logging_dir": str(job.folder), "purge_step": step}
         run = "tensorboard"
-    elif KINDS[name].requires_logging_directory:
+    elif kind.requires_logging_directory:
         options = {"logging_dir": str(job.folder)}
     elif name == "wandb":
         digest = digest_of(str(job.folder.resolve())).hex()[:16]
         options = {"id": digest, "resume": "allow", "dir": str(job.folder)}
     try:
-        tracker = KINDS[name](run, **options)
+        tracker = kind(run, **options)
         tracker.start()
     except ImportError:
-        raise ConfigError(
-            f"trainer.log: {name} is not installed. Install it with pip install {name}."
-        ) from None
+        raise _not_installed(name) from None
     return tracker
+
+
+def _not_installed(name: str) -> ConfigError:
+    return ConfigError(
+        f"trainer.log: {name} is not installed. Install it with pip install {name}."
+    )
