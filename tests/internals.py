@@ -184,6 +184,7 @@ if TYPE_CHECKING:
     from evenstep.report.markup import shortened
     from evenstep.report.numbers import factor, percent, seconds, times
     from evenstep.report.run_log import typical_error
+    from evenstep.report.run_progress import RunProgress
     from evenstep.report.simulation.device import cluster_of
     from evenstep.report.simulation.exchange import Exchange
     from evenstep.report.simulation.memory import USABLE, Memory, memory_of
@@ -243,6 +244,7 @@ if TYPE_CHECKING:
     from evenstep.trainer.checkpoints import Checkpoints, Place, complete, read_place
     from evenstep.trainer.job import Job as TrainJob
     from evenstep.trainer.job import job_of
+    from evenstep.trainer.logs import Log
     from evenstep.trainer.ranks import Ranks
     from evenstep.trainer.run import State, record, reduce_every
     from evenstep.trainer.samples import stored_samples

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, FileError
 from evenstep.trainer import train
+from tests.internals import Log
 from tests.trainer.runs import logged, settings, texts
 
 
@@ -100,3 +101,13 @@ def test_a_tracker_that_is_not_installed_is_named(
     run = settings(tmp_path / "run", texts(tmp_path), trainer={"tensorboard": True})
     with pytest.raises(ConfigError, match="tensorboard is not installed"):
         train(run)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    log = Log(tmp_path / "log.jsonl", 0)
+    log.close()
+    log._file = Path("/dev/full").open("w")
+    with pytest.raises(FileError, match=r"log.jsonl cannot be written \(No space left"):
+        log.write({"step": 0, "loss": 1.0})
+    log.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,8 @@ class Log:
 
     def close(self) -> None:
         """Finish the file."""
-        self._file.close()
+        with suppress(OSError):  # of a line that `write` has refused
+            self._file.close()
 
 
 def _step(line: bytes) -> float:
