@@ -107,7 +107,7 @@ def test_a_tracker_that_is_not_installed_is_named(
 def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     log = Log(tmp_path / "log.jsonl", 0)
     log.close()
-    log._file = Path("/dev/full").open("w")
+    log._file = Path("/dev/full").open("w")  # noqa: SIM115
     with pytest.raises(FileError, match=r"log.jsonl cannot be written \(No space left"):
         log.write({"step": 0, "loss": 1.0})
     log.close()

@@ -119,8 +119,8 @@ def test_all_that_has_no_effect_or_does_not_exist_is_named_before_anything_is_re
     with pytest.raises(FaultsError) as caught:
         train(settings(tmp_path / "run", data, recipe=recipe, model=model, trainer=trainer))
     expected = (
-        "trainer.max_skipped has no effect where a step that is not finite ends the run.",
         "limits.columns has images, which the samples of the trainer do not have.",
+        "trainer.max_skipped has no effect where a step that is not finite ends the run.",
         "model.vocab, model.hidden would have no effect: the config of model.path has the sizes.",
         "trainer.log: 'nothing' is unknown; expected one of aim, comet_ml, mlflow, tensorboard",
         "trainer.device 'mps' is unknown.",

@@ -42,8 +42,8 @@ def any_text() -> Iterator[None]:
 
 @contextmanager
 def printing(written: Iterable[Path] = ()) -> Iterator[None]:
-    """Print the result in this context; a failure names the files already written. If the reader has
-    ended, as in `evenstep ... | head`, the command ends quietly."""
+    """Print the result in this context; a failure names the files already written. If the reader
+    has ended, as in `evenstep ... | head`, the command ends quietly."""
     try:
         yield
         sys.stdout.flush()

@@ -123,7 +123,7 @@ def model_config(tokenizer: Any) -> Any:
 
 
 if __name__ == "__main__":
-    parser = ArgumentParser("python -m evenstep.demo.chats", description="Write ten chats to train on.")
+    parser = ArgumentParser("evenstep.demo.chats", description="Ten chats to train on.")
     parser.add_argument("folder", nargs="?", default="tiny", type=Path, help="default: tiny")
     target = parser.parse_args().folder
     write_chats(target)

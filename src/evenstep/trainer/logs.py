@@ -131,6 +131,4 @@ def _tracker(name: str, kind: Any, job: Job, step: int) -> Any:
 
 
 def _not_installed(name: str) -> ConfigError:
-    return ConfigError(
-        f"trainer.log: {name} is not installed. Install it with pip install {name}."
-    )
+    return ConfigError(f"trainer.log: {name} is not installed. Install it with pip install {name}.")
