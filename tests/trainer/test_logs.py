@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -111,3 +113,19 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"log.jsonl cannot be written \(No space left"):
         log.write({"step": 0, "loss": 1.0})
     log.close()
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_of_tokenizing_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    train(settings(tmp_path / "run", texts(tmp_path), stream={"max_num_steps": 1}))
+    before, _, after = stderr.getvalue().rpartition("\x1b[2K")
+    assert "tokenizing" in before
+    assert after.startswith("\rstep 1/1  loss")
