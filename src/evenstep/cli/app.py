@@ -14,6 +14,7 @@ from evenstep.cli import (
     config,
     export,
     lengths,
+    options,
     plan,
     report,
     simulate,
@@ -31,16 +32,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("lengths")(lengths.lengths)
-app.command("plan")(plan.plan)
-app.command("report")(report.report)
-app.command("check")(check.check)
-app.command("compare")(compare.compare)
-app.command("train")(train.train)
-app.command("export")(export.export)
+for _command in (
+    lengths.lengths,
+    plan.plan,
+    report.report,
+    check.check,
+    compare.compare,
+    train.train,
+    export.export,
+    simulate.simulate,
+    tune.tune,
+):
+    app.command(help=options.help_of(_command))(_command)
 app.add_typer(config.app, name="config")
-app.command("simulate")(simulate.simulate)
-app.command("tune")(tune.tune)
 
 # typer's base class of usage errors, whichever click it uses
 _UsageError: type[Exception] = typer.BadParameter.mro()[1]
