@@ -155,8 +155,11 @@ def _path(detail: ErrorDetails, sentence: str, prefix: tuple[str, ...]) -> tuple
 def _keys(detail: ErrorDetails, prefix: tuple[str, ...]) -> tuple[str, ...]:
     """The keys that lead to a value, without pydantic's marks for keys, members of unions and
     places in a list."""
-    loc = [str(part) for part in detail["loc"]]
-    while loc and (loc[-1] in ("str", "callable") or "[" in loc[-1] or loc[-1].isdigit()):
+    loc: list[Any] = list(detail["loc"])
+    if loc and isinstance(loc[-1], int) and "key" not in detail["type"]:
+        loc.pop()
+    loc = [str(part) for part in loc]
+    while loc and (loc[-1] in ("str", "callable") or "[" in loc[-1]):
         loc.pop()
     return (*prefix, *loc)
 
