@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from evenstep.config.dialects import DIALECTS
     from evenstep.config.dialects.dialect import Key
     from evenstep.config.document import read_document
-    from evenstep.config.inherit import read_tree
     from evenstep.config.interpolate import Interpolated, UnresolvedError
-    from evenstep.config.native import PARTS, SECTIONS, leaves, unflattened
+    from evenstep.config.native import PARTS, SECTIONS
+    from evenstep.config.nested import leaves, unflattened
+    from evenstep.config.tree import read_tree
     from evenstep.core import measures as measures_module
     from evenstep.core import plan_file
     from evenstep.core.bounds import (

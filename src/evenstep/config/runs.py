@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from evenstep.config.nested import leaves
 from evenstep.config.settings import Settings, TrainerSettings
 from evenstep.config.training import LoraSettings, ModelSettings
 from evenstep.core.models import ModelSize, read_model_config
@@ -138,7 +139,7 @@ def compare_settings(
     >>> compare_settings(before.to_dict(), now)[1]
     ['trainer.precision']
     """
-    then, now = _leaves(json.loads(json.dumps(stored))), _leaves(_stored(settings))
+    then, now = leaves(json.loads(json.dumps(stored))), leaves(_stored(settings))
     changed = {
         name: (then.get(name), now.get(name))
         for name in sorted(then.keys() | now.keys())
@@ -155,15 +156,6 @@ def _matters(name: str, change: tuple[Any, Any], now: Mapping[str, Any]) -> bool
     if name == "data.validation":  # held-out files do not change what is trained on
         return any(isinstance(value, float) for value in change)
     return any(name == each or name.startswith(f"{each}.") for each in names)
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested data by their dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = isinstance(value, Mapping)
-        flat |= _leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return flat
 
 
 def peak_of_steps(
