@@ -29,7 +29,7 @@ from benchmarks import config_rules, tables
 from benchmarks.config_rules import Get, OtherFileError, RefusedError, Sizes
 from benchmarks.tables import Section, Table, Target
 from evenstep.config import load_file
-from evenstep.config.native import leaves
+from evenstep.config.nested import leaves
 from evenstep.errors import EvenstepError
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from evenstep.config.dialects import DIALECTS
     from evenstep.config.dialects.dialect import Key
     from evenstep.config.document import read_document
-    from evenstep.config.inherit import read_tree
     from evenstep.config.interpolate import Interpolated, UnresolvedError
-    from evenstep.config.native import PARTS, SECTIONS, leaves, unflattened
+    from evenstep.config.native import PARTS, SECTIONS
+    from evenstep.config.nested import leaves, unflattened
+    from evenstep.config.tree import read_tree
     from evenstep.core import measures as measures_module
     from evenstep.core import plan_file
     from evenstep.core.bounds import (
@@ -176,20 +177,19 @@ if TYPE_CHECKING:
     from evenstep.planning.pool import Room as PoolRoom
     from evenstep.planning.units import Problem, Units, segments_of, units_of
     from evenstep.planning.vector_packing import LimitedPacker, spread_over
-    from evenstep.report.bars import bars_of
     from evenstep.report.charts import Bins, Thinned, histogram
     from evenstep.report.charts import lines as line_chart
     from evenstep.report.comparison import HEADER, cells, closing, one_step_warning
+    from evenstep.report.drawing import bars_of
     from evenstep.report.ink import SHADES, Shading
     from evenstep.report.markup import shortened
     from evenstep.report.numbers import factor, percent, seconds, times
     from evenstep.report.run_log import typical_error
     from evenstep.report.simulation.device import cluster_of
-    from evenstep.report.simulation.exchange import Exchange
     from evenstep.report.simulation.memory import USABLE, Memory, memory_of
-    from evenstep.report.simulation.pipeline import pipeline_times
-    from evenstep.report.simulation.schedule import run_order, stage_order
+    from evenstep.report.simulation.pipeline import pipeline_times, run_order, stage_order
     from evenstep.report.simulation.simulate import PARTS as SIMULATED_PARTS
+    from evenstep.report.simulation.simulate import Exchange
     from evenstep.report.suggestions import of_ranks
     from evenstep.report.tables import cost_line, step_table
     from evenstep.report.time_bars import shared_end, time_bars
@@ -245,6 +245,7 @@ if TYPE_CHECKING:
     from evenstep.trainer.checkpoints import Checkpoints, Place, complete, read_place
     from evenstep.trainer.job import Job as TrainJob
     from evenstep.trainer.job import job_of
+    from evenstep.trainer.logs import Log, RunProgress
     from evenstep.trainer.ranks import Ranks
     from evenstep.trainer.run import State, record, reduce_every
     from evenstep.trainer.samples import stored_samples

@@ -145,3 +145,10 @@ def test_plans_are_made_with_the_file_of_another_system(
     assert (recipe["layout"]["max_tokens"], recipe["layout"]["round_to"]) == (4096, 64)
     assert run("plan", lengths, "--from", "nemo-rl") == 2
     assert "--from nemo-rl has no effect without --config" in capsys.readouterr().err
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config"]) == 0
+    out, err = capsys.readouterr()
+    assert "convert" in out
+    assert err == ""

@@ -1,5 +1,6 @@
 """Outputs are written completely or not at all, and never over an input."""
 
+import json
 import os
 import subprocess
 import sys
@@ -142,3 +143,28 @@ def test_any_encoding_of_standard_output_works(lengths: str) -> None:
         assert done.returncode == 0
         assert done.stderr == "" or done.stderr.startswith("warning: The whole file is one step")
         assert done.stdout.isascii()
+
+
+@posix
+@pytest.mark.parametrize("arguments", [["plan"], ["plan", "--json"]])
+def test_a_reader_that_stops_ends_the_command_quietly(arguments: list[str], lengths: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        done = evenstep(*arguments, lengths, *BUDGET, "--out=a.plan", stdout=closed)
+        assert done.returncode == 141
+        assert done.stderr in ("", "wrote a.plan\n")
+        command = [sys.executable, "-m", "evenstep", *arguments, lengths, "--max-tokens=1k"]
+        both = subprocess.run(command, stdout=closed, stderr=closed)
+    assert both.returncode == 141
+
+
+@posix
+def test_closed_standard_error_changes_no_result(lengths: str) -> None:
+    command = f"{sys.executable} -m evenstep plan {lengths} --max-tokens=1k --json 2>&-"
+    done = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["stats"]["tokens"] == 12
+    command = f"{sys.executable} -m evenstep plan nowhere --max-tokens=1k --json 2>&-"
+    done = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (2, "")

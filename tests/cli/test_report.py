@@ -112,3 +112,17 @@ def test_what_cannot_be_reported_is_one_line(
     assert said in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "starts.jsonl"])
+@pytest.mark.parametrize("line", ["{}", "3", '{"step": 0}'])
+def test_logs_of_another_program_are_refused(
+    name: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for other in ("log.jsonl", "starts.jsonl"):
+        (tmp_path / other).write_text('{"step": 0}\n')
+    (tmp_path / name).write_text(line + "\n")
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "a.html")]) == 2
+    err = capsys.readouterr().err
+    assert ".jsonl, line 1: not what `evenstep train` writes" in err
+    assert err.count("\n") == 1

@@ -130,3 +130,8 @@ def test_all_that_does_not_exist_is_listed(
         assert fault in said
     assert "trainer.device 'gpu7' is unknown" in said
     assert list(tmp_path.iterdir()) == [config]
+
+
+def test_help_wraps_where_the_terminal_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    assert "SIGINT and SIGTERM save a checkpoint" in capsys.readouterr().out

@@ -314,6 +314,13 @@ def test_a_key_without_effect_is_noted(keys: str, key: str, tmp_path: Path) -> N
     assert result.settings == other.settings
 
 
+def test_more_tokens_than_a_micro_batch_is_padded_to_are_noted(tmp_path: Path) -> None:
+    keys = "train: {dyn_bsz_count_mode: effective, pad_to_length: true}"
+    result = loaded(tmp_path, "veomni", keys)
+    assert result.settings.recipe.layout.pad_to == 2048
+    assert any("physical_overflow_ratio: has no effect" in note for note in result.notes)
+
+
 @pytest.mark.parametrize(
     ("keys", "size", "steps"),
     [

@@ -252,3 +252,17 @@ def test_sharing_is_written_and_read_again(sharing: Sharing | None, tmp_path: Pa
     recipe = Recipe(layout=Packed(max_tokens=24), topology=Topology(dp=4), sharing=sharing)
     text = native_yaml(Settings(recipe=recipe))
     assert load_settings(file(tmp_path, text)).recipe == recipe
+
+
+def test_a_list_of_the_wrong_size_or_kind_is_one_fault() -> None:
+    layout = {"layout": {"max_tokens": 8}}
+    for section, key, value, says in (
+        ("optimizer", "betas", [0.9], "optimizer.betas has too few values, got [0.9]. Add the"),
+        ("optimizer", "betas", [0.9, "a"], "optimizer.betas must be a number, got 'a'."),
+        ("data", "paths", [], "data.paths must name at least one file, folder or glob."),
+        ("data", "paths", 3, "data.paths must be a valid string, got 3."),
+    ):
+        with pytest.raises(FaultsError) as caught:
+            settings_from({**layout, section: {key: value}})
+        (fault,) = caught.value.faults
+        assert fault.startswith(says)

@@ -13,6 +13,14 @@ def test_the_links_and_anchors_of_a_page_exist(page: Path) -> None:
     assert faults_of(page) == []
 
 
+def test_the_list_of_decisions_has_every_record_with_its_heading() -> None:
+    folder = ROOT / "docs" / "decisions"
+    heads = {path.name: path.read_text("utf-8").splitlines()[0] for path in folder.glob("0*.md")}
+    expected = [f"- [{heads[name].removeprefix('# ')}]({name})" for name in sorted(heads)]
+    listed = (folder / "README.md").read_text("utf-8").splitlines()
+    assert [line for line in listed if line.startswith("- [0")] == expected
+
+
 def test_wrong_links_and_anchors_are_found(tmp_path: Path) -> None:
     page = ROOT / "docs" / "plans.md"
     (tmp_path / "a.md").write_text("[x](no.md) [y](#no)", "utf-8")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, FileError
 from evenstep.trainer import train
+from tests.internals import Log
 from tests.trainer.runs import logged, settings, texts
 
 
@@ -100,3 +103,29 @@ def test_a_tracker_that_is_not_installed_is_named(
     run = settings(tmp_path / "run", texts(tmp_path), trainer={"tensorboard": True})
     with pytest.raises(ConfigError, match="tensorboard is not installed"):
         train(run)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    log = Log(tmp_path / "log.jsonl", 0)
+    log.close()
+    log._file = Path("/dev/full").open("w")  # noqa: SIM115
+    with pytest.raises(FileError, match=r"log.jsonl cannot be written \(No space left"):
+        log.write({"step": 0, "loss": 1.0})
+    log.close()
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_of_tokenizing_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    train(settings(tmp_path / "run", texts(tmp_path), stream={"max_num_steps": 1}))
+    before, _, after = stderr.getvalue().rpartition("\x1b[2K")
+    assert "tokenizing" in before
+    assert after.startswith("\rstep 1/1  loss")

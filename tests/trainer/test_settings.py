@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from evenstep import Packed, Padded, Recipe, Steps, Topology, World
+from evenstep import Limits, Packed, Padded, Recipe, Steps, Topology, World
 from evenstep.cli import main
 from evenstep.config import FaultsError, ModelSettings, OptimizerSettings, TrainerSettings
 from evenstep.data import Corpus
@@ -106,8 +106,32 @@ def test_jobs_that_do_not_fit_the_data_are_refused(tmp_path: Path) -> None:
         train(settings(tmp_path / "run", data, trainer={"beta": 0.2}))
     with pytest.raises(FaultsError, match=r"trainer.save is trainer.out"):
         train(settings(tmp_path / "run", data, trainer={"save": str(tmp_path / "run")}))
-    with pytest.raises(ConfigError, match=r"trainer.log: 'nothing' is unknown; expected one of"):
-        train(settings(tmp_path / "run", data, trainer={"log": "nothing"}))
+
+
+def test_all_that_has_no_effect_or_does_not_exist_is_named_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
+    data = texts(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    recipe = Recipe(layout=Packed(max_tokens=512), limits=Limits(columns={"images": 4}))
+    model = {"path": str(tmp_path / "config.json"), "hidden": 128, "vocab": 300}
+    trainer = {"log": "nothing", "device": "mps", "max_skipped": 3}
+    with pytest.raises(FaultsError) as caught:
+        train(settings(tmp_path / "run", data, recipe=recipe, model=model, trainer=trainer))
+    expected = (
+        "limits.columns has images, which the samples of the trainer do not have.",
+        "trainer.max_skipped has no effect where a step that is not finite ends the run.",
+        "model.vocab, model.hidden would have no effect: the config of model.path has the sizes.",
+        "trainer.log: 'nothing' is unknown; expected one of aim, comet_ml, mlflow, tensorboard",
+        "trainer.device 'mps' is unknown.",
+    )
+    for fault, beginning in zip(caught.value.faults, expected, strict=True):
+        assert fault.startswith(beginning)
+    with pytest.raises(FaultsError, match=r"model.attention has no effect on the example decoder"):
+        train(settings(tmp_path / "run", data, model={"attention": "sdpa"}))
+    with pytest.raises(ConfigError, match=r"min_lr has no effect on a constant schedule"):
+        OptimizerSettings(schedule="constant", min_lr=1e-5)
+    assert not (tmp_path / "run").exists()
 
 
 def test_pretraining_takes_the_loss_on_all_tokens(tmp_path: Path) -> None:

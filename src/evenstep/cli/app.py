@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +14,7 @@ from evenstep.cli import (
     config,
     export,
     lengths,
+    options,
     plan,
     report,
     simulate,
@@ -32,16 +32,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("lengths")(lengths.lengths)
-app.command("plan")(plan.plan)
-app.command("report")(report.report)
-app.command("check")(check.check)
-app.command("compare")(compare.compare)
-app.command("train")(train.train)
-app.command("export")(export.export)
+for _command in (
+    lengths.lengths,
+    plan.plan,
+    report.report,
+    check.check,
+    compare.compare,
+    train.train,
+    export.export,
+    simulate.simulate,
+    tune.tune,
+):
+    app.command(help=options.help_of(_command))(_command)
 app.add_typer(config.app, name="config")
-app.command("simulate")(simulate.simulate)
-app.command("tune")(tune.tune)
 
 # typer's base class of usage errors, whichever click it uses
 _UsageError: type[Exception] = typer.BadParameter.mro()[1]
@@ -64,8 +67,6 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an error is one line on standard error, or one
     for each fault of a configuration."""
-    if arguments is None and hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `evenstep ... | head` ends quietly
     with terminal.any_text():
         return _run(arguments)
 
@@ -86,7 +87,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         end = "" if message.endswith("?") else "."
         return _fault(f"{message}{end} See `evenstep --help`.")
     except OSError as error:
-        terminal.silence()
+        terminal.silence(sys.stdout)
         where = "" if error.filename is None else f"{error.filename}: "
         return _fault(f"{where}{error.strerror or error}. Check the file and the free disk space.")
     except MemoryError:
@@ -96,7 +97,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _fault(message: str, *listed: str) -> int:
     """Print a message of one line, and what it lists, a line each."""
-    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    terminal.say(f"error: {printable(' '.join(message.split()))}")
     for line in listed:
-        print(f"  {printable(' '.join(line.split()))}", file=sys.stderr)
+        terminal.say(f"  {printable(' '.join(line.split()))}")
     return 2

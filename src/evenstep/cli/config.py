@@ -21,7 +21,14 @@ Out: TypeAlias = Annotated[
     typer.Option(help="Write the YAML to this file.", metavar="FILE", show_default=False),
 ]
 
-app = typer.Typer(help="Check, show and convert configuration files.", no_args_is_help=True)
+app = typer.Typer(help="Check, show and convert configuration files.")
+
+
+@app.callback(invoke_without_command=True)
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        with terminal.printing():
+            typer.echo(context.get_help())
 
 
 @app.command()

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evenstep.config import Loaded
-from evenstep.config.native import difference, leaves
+from evenstep.config.nested import difference, leaves
 from evenstep.core.text import printable
 from evenstep.screen import console
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
+from evenstep.cli.terminal import say
 from evenstep.core.text import printable
 from evenstep.report.comparison import HEADER, LEGEND, MUCH, Entry, cells, closing
 from evenstep.report.numbers import times
@@ -26,7 +26,7 @@ _MOST_STEPS = 50
 
 def remark(text: str) -> None:
     """Print a remark on standard error, such as the name of a written file."""
-    print(printable(text), file=sys.stderr)
+    say(printable(text))
 
 
 def print_json(data: Any) -> None:

@@ -77,7 +77,9 @@ def simulate(
     groups: options.Groups = None,
     json: options.Json = False,
 ) -> None:
-    """Simulate the steps of several strategies on a cluster of --set topology.dp, cp, tp, pp, vpp.
+    """Estimate the step time of several strategies on a cluster.
+
+    --set topology.dp, cp, tp, pp and vpp describe the cluster.
 
     With --gpu, the time of a micro-batch comes from the model's shape and the GPU; with --flops,
     it is the cost divided by FLOPs per second.

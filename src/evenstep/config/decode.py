@@ -133,7 +133,8 @@ def decode(kind: type, data: Mapping[str, Any], prefix: tuple[str, ...]) -> tupl
                 continue  # a further member of a union
             seen.add(_keys(detail, prefix))
             # A fault that names a field removed earlier may be a consequence of the removal.
-            consequence = detail["type"] == "value_error" and _mentions(sentence, removed[:before])
+            ours = detail["type"] in ("value_error", "missing")
+            consequence = ours and _mentions(sentence, removed[:before])
             if not consequence and sentence not in faults:
                 faults.append(sentence)
             path = _path(detail, sentence, prefix)
@@ -152,9 +153,13 @@ def _path(detail: ErrorDetails, sentence: str, prefix: tuple[str, ...]) -> tuple
 
 
 def _keys(detail: ErrorDetails, prefix: tuple[str, ...]) -> tuple[str, ...]:
-    """The keys that lead to a value, without pydantic's marks for keys and members of unions."""
-    loc = [str(part) for part in detail["loc"]]
-    while loc and (loc[-1] in ("str", "callable") or loc[-1].startswith("[")):
+    """The keys that lead to a value, without pydantic's marks for keys, members of unions and
+    places in a list."""
+    loc: list[Any] = list(detail["loc"])
+    if loc and isinstance(loc[-1], int) and "key" not in detail["type"]:
+        loc.pop()
+    loc = [str(part) for part in loc]
+    while loc and (loc[-1] in ("str", "callable") or "[" in loc[-1]):
         loc.pop()
     return (*prefix, *loc)
 
@@ -233,6 +238,8 @@ def _sentence(detail: ErrorDetails, kind: type, prefix: tuple[str, ...]) -> str:
             return _named(str(context["error"]), prefix)
         case "unexpected_keyword_argument":
             return _unknown_key(keys, kind)
+        case "missing" if isinstance(detail["loc"][-1], int):
+            return f"{path} has too few values, got {short_repr(value)}. Add the others."
         case "missing":
             return f"{path} is missing. Set it with --set {path}=VALUE."
         case "literal_error":

@@ -14,12 +14,12 @@ from evenstep.config.dialects.draft import log_probs_section
 from evenstep.config.dialects.reader import Reader
 from evenstep.config.document import Document, read_document
 from evenstep.config.faults import FaultsError, unknown_word
-from evenstep.config.inherit import read_tree
 from evenstep.config.model import beside, with_model
-from evenstep.config.native import PARTS, decode_settings, leaves
+from evenstep.config.native import PARTS, decode_settings
+from evenstep.config.nested import has, leaves
 from evenstep.config.override import overridden, parsed
 from evenstep.config.settings import Settings
-from evenstep.config.tree import Layer, Tree, has
+from evenstep.config.tree import Layer, Tree, read_tree
 from evenstep.core.recipe import Recipe
 from evenstep.errors import ConfigError
 

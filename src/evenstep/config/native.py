@@ -17,9 +17,9 @@ from typing import Any
 
 from evenstep.config.decode import DEFAULT_KIND, decode, decode_recipe
 from evenstep.config.faults import FaultsError, not_a_mapping, unknown_key
+from evenstep.config.nested import difference, merged
 from evenstep.config.settings import Settings, StreamSettings, TrainerSettings
 from evenstep.config.training import ModelSettings, OptimizerSettings
-from evenstep.config.tree import merged, nested
 from evenstep.core.layout import LAYOUTS
 from evenstep.core.recipe import Recipe
 from evenstep.core.text import shorten
@@ -171,45 +171,3 @@ def _without_defaults(recipe: Recipe) -> dict[str, Any]:
         if whole.get(name) is not None:
             given[name] = {key: value for key, value in whole[name].items() if value is not None}
     return {"layout": given["layout"], **given}
-
-
-def difference(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be merged into `base` to get `over`. Keys that `over` lacks are left out.
-
-    >>> difference({"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"x": 1, "y": 5}, "b": 3})
-    {'a': {'y': 5}}
-    """
-    result: dict[str, Any] = {}
-    for key, value in over.items():
-        there = base.get(key)
-        if isinstance(value, Mapping) and isinstance(there, Mapping):
-            inner = difference(there, value)
-            if inner:
-                result[key] = inner
-        elif key not in base or there != value:
-            result[key] = value
-    return result
-
-
-def leaves(data: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The values of nested data by their dotted paths; an empty mapping is a value.
-
-    >>> leaves({"layout": {"max_tokens": 8}, "seed": 0})
-    {'layout.max_tokens': 8, 'seed': 0}
-    """
-    found: dict[str, Any] = {}
-    for key, value in data.items():
-        path = (*prefix, str(key))
-        if isinstance(value, Mapping) and value:
-            found |= leaves(value, path)
-        else:
-            found[".".join(path)] = value
-    return found
-
-
-def unflattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `leaves`."""
-    result: dict[str, Any] = {}
-    for path, value in values.items():
-        result = merged(result, nested(path.split("."), value))
-    return result

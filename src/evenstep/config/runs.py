@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from evenstep.config.nested import leaves
 from evenstep.config.settings import Settings, TrainerSettings
 from evenstep.config.training import LoraSettings, ModelSettings
 from evenstep.core.models import ModelSize, read_model_config
 from evenstep.core.plan import Plan
 from evenstep.core.plan_file import replace_file
 from evenstep.core.recipe import Topology
-from evenstep.core.text import short_repr
+from evenstep.core.text import listed, short_repr
 from evenstep.errors import ConfigError, FileError
 from evenstep.report.simulation.memory import memory_of
 
@@ -31,45 +32,78 @@ _MATTERS = (
 """Settings that the losses of a run depend on, by the beginnings of their names."""
 _FREE = ("model.path", "model.attention")
 """Others below them: checkpoints and streams compare what is in the files themselves."""
+_SIZES = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn")
 _CUTS = ("layout", "limits")  # matter too where they decide what is cut off or left out
 
 
 def run_faults(settings: Settings) -> list[str]:
-    """What a training run lacks, and what has no effect on it."""
-    recipe, stream, trainer, data = (
-        settings.recipe, settings.stream, settings.trainer, settings.data
-    )  # fmt: skip
-    pairs = data is not None and data.format == "pairs"
-    parallel = {"cp": "context", "tp": "tensor", "pp": "pipeline"}
+    """What a training run lacks, what does not go together in it, and what has no effect on it."""
+    faults = {**_incomplete(settings), **_of_pairs(settings), **_without_effect(settings)}
+    return [fault for fault, wrong in faults.items() if wrong]
+
+
+def _incomplete(settings: Settings) -> dict[str, bool]:
+    """What every run needs, and what the trainer cannot do."""
+    recipe, trainer, path = settings.recipe, settings.trainer, settings.model.path
     faults = {
-        "data is missing. Set data.paths to files, folders or globs.": data is None,
+        "data is missing. Set data.paths to files, folders or globs.": settings.data is None,
         "stream.max_num_steps is missing. Set it to the steps of the whole run.": not (
-            stream.max_num_steps
+            settings.stream.max_num_steps
         ),
         "trainer.out is missing. Set it to a folder.": not trainer.out,
-        "trainer.job is dpo, which trains on pairs. Set data.format to pairs, and give each row "
-        "'chosen' and 'rejected'.": trainer.job == "dpo" and data is not None and not pairs,
-        f"data.format is pairs, which {trainer.job} does not train on. Set trainer.job to dpo.": (
-            pairs and trainer.job != "dpo"
-        ),
-        f"overflow={recipe.overflow!r} would part the chats of a pair that does not fit. Set "
-        "overflow to error or truncate.": trainer.job == "dpo"
-        and recipe.overflow not in ("error", "truncate"),
-        f"groups is {recipe.groups!r}, but dpo keeps the chats of a pair in one micro-batch. "
-        "Remove it; where a pair does not fit, raise layout.max_tokens or shorten its chats.": (
-            trainer.job == "dpo" and recipe.groups != "micro_batch"
-        ),
-        "trainer.evaluate_every has no effect without held-out data. Set data.validation, or "
-        "remove it.": trainer.evaluate_every is not None
-        and (data is None or data.validation is None),
         "trainer.save writes a Hugging Face model, but model.path is missing. Set it to a folder "
-        "or a config.json, or remove trainer.save.": bool(trainer.save)
-        and settings.model.path is None,
+        "or a config.json, or remove trainer.save.": bool(trainer.save) and path is None,
         "trainer.save is trainer.out, the folder of the run itself. Name another folder.": (
             trainer.save is not None and Path(trainer.save) == Path(trainer.out or "")
         ),
+        f"limits.columns has {listed(list(recipe.limits.columns))}, which the samples of the "
+        "trainer do not have. Remove it; layout.max_tokens and limits.cost bound a micro-batch.": (
+            bool(recipe.limits.columns)
+        ),
+    }
+    for name, word in {"cp": "context", "tp": "tensor", "pp": "pipeline"}.items():
+        fault = (
+            f"topology.{name} must be 1: the trainer has no {word} parallelism. Use Runner in a "
+            f"trainer that has."
+        )
+        faults[fault] = getattr(recipe.topology, name) > 1
+    return faults
+
+
+def _of_pairs(settings: Settings) -> dict[str, bool]:
+    """What goes together with pairs only."""
+    recipe, trainer, data = settings.recipe, settings.trainer, settings.data
+    pairs, dpo = data is not None and data.format == "pairs", trainer.job == "dpo"
+    return {
+        "trainer.job is dpo, which trains on pairs. Set data.format to pairs, and give each row "
+        "'chosen' and 'rejected'.": dpo and data is not None and not pairs,
+        f"data.format is pairs, which {trainer.job} does not train on. Set trainer.job to dpo.": (
+            pairs and not dpo
+        ),
+        f"overflow={recipe.overflow!r} would part the chats of a pair that does not fit. Set "
+        "overflow to error or truncate.": dpo and recipe.overflow not in ("error", "truncate"),
+        f"groups is {recipe.groups!r}, but dpo keeps the chats of a pair in one micro-batch. "
+        "Remove it; where a pair does not fit, raise layout.max_tokens or shorten its chats.": (
+            dpo and recipe.groups != "micro_batch"
+        ),
         f"trainer.beta has no effect on {trainer.job}. Set trainer.job to dpo, or remove it.": (
-            trainer.job != "dpo" and trainer.beta != TrainerSettings().beta
+            not dpo and trainer.beta != TrainerSettings().beta
+        ),
+    }
+
+
+def _without_effect(settings: Settings) -> dict[str, bool]:
+    """What would have no effect."""
+    stream, model, trainer = settings.stream, settings.model, settings.trainer
+    held_out = settings.data is not None and settings.data.validation is not None
+    default = ModelSettings()
+    sizes = [f"model.{name}" for name in _SIZES if getattr(model, name) != getattr(default, name)]
+    return {
+        "trainer.evaluate_every has no effect without held-out data. Set data.validation, or "
+        "remove it.": trainer.evaluate_every is not None and not held_out,
+        "trainer.max_skipped has no effect where a step that is not finite ends the run. Set "
+        "trainer.on_nonfinite to skip, or remove it.": (
+            trainer.on_nonfinite == "stop" and trainer.max_skipped != TrainerSettings().max_skipped
         ),
         "trainer.reduce_every has no effect on ddp. Set trainer.parallel to fsdp2, or remove it.": (
             trainer.parallel == "ddp" and trainer.reduce_every is not None
@@ -80,16 +114,14 @@ def run_faults(settings: Settings) -> list[str]:
         "stream.share_prefixes has no effect: it is for rollouts, and the trainer packs whole "
         "samples. Remove it.": stream.share_prefixes,
         "second_work has no effect: the trainer reads text only. Remove it.": (
-            recipe.second_work is not None
+            settings.recipe.second_work is not None
         ),
+        "model.attention has no effect on the example decoder. Set model.path, or remove it.": (
+            model.path is None and model.attention != default.attention
+        ),
+        f"{listed(sizes)} would have no effect: the config of model.path has the sizes. Remove "
+        "model.path or the sizes.": bool(sizes) and model.path is not None,
     }
-    for name, word in parallel.items():
-        fault = (
-            f"topology.{name} must be 1: the trainer has no {word} parallelism. Use Runner in a "
-            f"trainer that has."
-        )
-        faults[fault] = getattr(recipe.topology, name) > 1
-    return [fault for fault, wrong in faults.items() if wrong]
 
 
 def compare_settings(
@@ -107,7 +139,7 @@ def compare_settings(
     >>> compare_settings(before.to_dict(), now)[1]
     ['trainer.precision']
     """
-    then, now = _leaves(json.loads(json.dumps(stored))), _leaves(_stored(settings))
+    then, now = leaves(json.loads(json.dumps(stored))), leaves(_stored(settings))
     changed = {
         name: (then.get(name), now.get(name))
         for name in sorted(then.keys() | now.keys())
@@ -124,15 +156,6 @@ def _matters(name: str, change: tuple[Any, Any], now: Mapping[str, Any]) -> bool
     if name == "data.validation":  # held-out files do not change what is trained on
         return any(isinstance(value, float) for value in change)
     return any(name == each or name.startswith(f"{each}.") for each in names)
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested data by their dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = isinstance(value, Mapping)
-        flat |= _leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return flat
 
 
 def peak_of_steps(

@@ -124,6 +124,11 @@ class OptimizerSettings:
                     f"optimizer.decay_steps has no effect on a {self.schedule} schedule. Set "
                     f"optimizer.schedule to wsd, or remove it."
                 )
+        if self.schedule == "constant" and self.min_lr:
+            raise ConfigError(
+                "optimizer.min_lr has no effect on a constant schedule. Set optimizer.schedule to "
+                "another, or remove it."
+            )
         object.__setattr__(self, "betas", tuple(self.betas))
         if [0 <= beta < 1 for beta in self.betas] != [True, True]:
             raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}.")

@@ -40,8 +40,8 @@ class RunFolder:
 
 def read_run(folder: Path, progress: Callable[[int, int], None] | None = None) -> RunFolder:
     """Read a run of `evenstep train`; its steps are planned again, from the stored lengths."""
-    records = _records(folder / "log.jsonl")
-    starts = _records(folder / "starts.jsonl")
+    records = _records(folder / "log.jsonl", {"step"})
+    starts = _records(folder / "starts.jsonl", {"step", "cursor", "seed", "shuffle", "recipe"})
     if not records or not starts:
         raise FileError(f"{folder} has no finished step. Train at least one.")
     start = starts[-1]
@@ -98,15 +98,22 @@ def _planned(
     return plan, np.concatenate(epochs)
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def _records(path: Path, names: set[str]) -> list[dict[str, Any]]:
+    """The lines of a file, each an object with these names."""
     with reading(path, "Name the folder of a run of `evenstep train`, or a saved plan."):
         lines = path.read_bytes().splitlines()
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            values = json.loads(line)
         except ValueError as error:
             if number == len(lines):
                 break  # the last line of a process that was killed
             raise FileError(f"{path}, line {number}: not JSON ({error}). Remove it.") from None
+        if not isinstance(values, dict) or not names <= values.keys():
+            raise FileError(
+                f"{path}, line {number}: not what `evenstep train` writes, which has "
+                f"{', '.join(sorted(names))}. Name the folder of one of its runs."
+            )
+        found.append(values)
     return found

@@ -11,7 +11,7 @@ Nothing is downloaded.
 from __future__ import annotations
 
 import json
-import sys
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,8 @@ def model_config(tokenizer: Any) -> Any:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else "tiny")
+    parser = ArgumentParser("evenstep.demo.chats", description="Ten chats to train on.")
+    parser.add_argument("folder", nargs="?", default="tiny", type=Path, help="default: tiny")
+    target = parser.parse_args().folder
     write_chats(target)
     print(f"{len(QUESTIONS)} chats, a tokenizer and a model: evenstep train {target / 'run.yaml'}")

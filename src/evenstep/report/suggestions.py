@@ -232,8 +232,8 @@ def of_waiting(share: float) -> list[Advice]:
         return []
     return [
         Advice(
-            f"{_percent(share)} of the time is spent waiting for data. Prepare it in workers "
-            f"(StreamLoader).",
+            f"{_percent(share)} of the time is spent waiting for data. Put trainer.out on a faster "
+            f"disk; in a loop of your own, use StreamLoader with workers.",
             share,
         )
     ]

@@ -44,6 +44,7 @@ def job_of(settings: Settings, source: str = "", ranks: int | None = None) -> Jo
 def _not_here(settings: Settings, size: int) -> list[str]:
     """What the settings name that this process does not have: files, processes, a device."""
     from evenstep.trainer.export import check_target  # imports torch
+    from evenstep.trainer.logs import tracker_kinds, trackers_of
     from evenstep.trainer.ranks import device_of
 
     faults = [] if settings.data is None else settings.data.faults()
@@ -55,6 +56,10 @@ def _not_here(settings: Settings, size: int) -> list[str]:
             f"topology.dp is {dp}, but the number of processes is {size}. Remove dp, or start "
             f"torchrun --nproc-per-node {dp}."
         )
+    try:
+        tracker_kinds(trackers_of(settings.trainer))
+    except ConfigError as error:
+        faults.append(str(error))
     try:
         device_of(settings.trainer.device)
     except ConfigError as error:

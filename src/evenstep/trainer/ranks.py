@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -130,12 +130,18 @@ def device_of(name: str | None) -> torch.device:
     """The device of this rank: as asked, else its GPU, else the CPU."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    device: torch.device | None = None
+    with suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device {name!r} is unknown. Use cpu or cuda.") from None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is unknown. Use cpu or cuda.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no GPU. Set it to cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device is {name}, but the last GPU is cuda:{torch.cuda.device_count() - 1}. Leave "
+            f"the number out: each process takes the GPU of its local rank."
+        )
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -224,7 +224,8 @@ def remember(job: Job, ranks: Ranks, state: State, changed: dict[str, tuple[Any,
     )
     starts.close()
     for name, (before, now) in changed.items():
-        sys.stderr.write(f"{name} was {before}, is {now} from step {place.step} on\n")
+        with suppress(OSError):  # its reader has ended
+            sys.stderr.write(f"{name} was {before}, is {now} from step {place.step} on\n")
     store_settings(job.folder, job.settings)
 
 

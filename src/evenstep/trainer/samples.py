@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -99,14 +101,26 @@ def stored_samples(job: Job, ranks: Ranks) -> tuple[Samples, Samples | None]:
 
 def _store(job: Job) -> tuple[TokenFile, TokenFile | None]:
     job.folder.mkdir(parents=True, exist_ok=True)
-    report = _report if sys.stderr.isatty() else None
-    trained = job.corpus.stored(job.folder / "data.tokens", report)
-    return trained, job.corpus.stored_held_out(job.folder / "validation.tokens", report)
+    with _reported() as report:
+        trained = job.corpus.stored(job.folder / "data.tokens", report)
+        return trained, job.corpus.stored_held_out(job.folder / "validation.tokens", report)
 
 
-def _report(done: int, total: int) -> None:
-    sys.stderr.write(f"\rtokenizing {done:,} of {total:,}")
-    sys.stderr.flush()
+@contextmanager
+def _reported() -> Iterator[Callable[[int, int], None] | None]:
+    """What shows the progress on a terminal, in one line that is cleared at the end."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+
+    def report(done: int, total: int) -> None:
+        sys.stderr.write(f"\rtokenizing {done:,} of {total:,}")
+        sys.stderr.flush()
+
+    try:
+        yield report
+    finally:
+        sys.stderr.write("\r\x1b[2K")
 
 
 def recipe_for(job: Job, size: int, cost: Cost | None) -> Recipe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from evenstep.config.native import difference, leaves, unflattened
+from evenstep.config.nested import difference, leaves, unflattened
 from evenstep.core.layout import LAYOUTS
 from evenstep.core.recipe import Recipe
 

@@ -10,7 +10,8 @@ from evenstep.config.dialects.dialect import Dialect, Key
 from evenstep.config.dialects.draft import Draft
 from evenstep.config.faults import misspelt, not_a_mapping, unknown_key, unknown_word
 from evenstep.config.interpolate import Interpolated, UnresolvedError
-from evenstep.config.tree import Tree, has
+from evenstep.config.nested import has
+from evenstep.config.tree import Tree
 from evenstep.core.text import short_repr, shorten
 
 STAND_IN = 2**30

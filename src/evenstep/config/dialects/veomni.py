@@ -90,6 +90,11 @@ def read(reader: Reader) -> None:
     elif dynamic and (reader[PAD] or reader[PAD_INPUT]):
         budget = reader[SIZE] * reader[LONGEST]
         draft.set("layout.pad_to", budget, f"derived: {PAD}: {SIZE} · {LONGEST}")
+        if reader["train.dyn_bsz_count_mode"] == "effective" and reader[RATIO] > 1:
+            reader.note(
+                f"{RATIO}: has no effect, because a micro-batch holds at most the {budget} tokens "
+                f"that it is padded to ({SIZE} · {LONGEST})."
+            )
 
 
 def _check_rules(reader: Reader, dynamic: bool) -> None:
