@@ -263,6 +263,16 @@ def test_probabilities_of_zero_leave_entropy_and_gradient_finite() -> None:
 # Errors -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("label", [-1, 7])
+@pytest.mark.parametrize("wanted", [frozenset(), frozenset({"mean_log_probs"})])
+def test_labels_that_are_no_token_are_never_scored(label: int, wanted: Wanted) -> None:
+    logits, labels = torch.zeros(2, 7), torch.tensor([1, label])
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        score(logits, labels, wanted=wanted)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        score(torch.zeros(2, 5), labels, head=Head(torch.zeros(7, 5)), wanted=wanted)
+
+
 def test_faults_say_what_to_do() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"temperature": -1.0}, "temperature must be positive"),

@@ -302,6 +302,15 @@ def test_weights_scale_every_token() -> None:
         close(loss(model.of(halved), halved).loss, loss(model.of(batch), batch).loss / 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32])
+def test_integers_and_bools_are_summed_as_such(dtype: torch.dtype) -> None:
+    batch = make_work([600, 2], Recipe(layout=Packed(max_tokens=602))).batches[0]
+    for view in (View.of_all(batch), View.of_segments(batch)[0]):
+        counts = view.sum_by_segment((view.labels != -100).to(dtype))
+        assert counts.dtype == torch.int64
+        assert counts[0] == int((view.labels[:600] != -100).sum()) > 0
+
+
 def test_low_precision_logits_are_summed_in_float32() -> None:
     batch, model = batch_of(5, 3), Model()
     for loss in (cross_entropy(), cross_entropy().looped()):
