@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from evenstep.core.text import seed_number
 from evenstep.errors import EvenstepError, InputError
 from evenstep.tensors.batch import Batch
+from evenstep.testing.gradients import Gradients, errors_of_parameters
 from evenstep.testing.relaid import relaid
 
 Model: TypeAlias = Callable[[Batch], Tensor]
@@ -90,6 +91,11 @@ def find_leaks(
     >>> print(*find_leaks(leaky, batch, vocab=10), sep="")
     changing segment 0 moved the outputs of 1 by 5.0e-01
     """
+    if batch.keys is not None:
+        raise InputError(
+            "segments of this batch see others, by a shared prefix or on other ranks, so changes "
+            "of one must move others. Plan without prefixes, sharing and context parallelism."
+        )
     if module is None and isinstance(model, nn.Module):
         module = model
     probe = _Probe(model, batch, module, vocab, tolerance, seed, keep_tokens)
@@ -224,22 +230,23 @@ class _Probe:
         """Change the segment and compare the parameters' gradients of the outputs of others."""
         others = self._others(segment)
         base, changed = (self._gradient(b, others) for b in (self.batch, self._change(segment)))
-        scale = max((g.abs().max() for g in base), default=torch.tensor(0.0))
-        move = max(((a - b).abs().max() for a, b in zip(base, changed, strict=True)), default=scale)
-        if not scale or move <= self.tolerance * scale:
+        move = max(errors_of_parameters(changed, base).values(), default=0.0)
+        if move <= self.tolerance:
             return None
         moved = tuple(self.batch.segment_ids[others].unique().tolist())
-        return Leak(segment, moved, "gradients", float(move / scale))
+        return Leak(segment, moved, "gradients", move)
 
-    def _gradient(self, batch: Batch, slots: Tensor) -> list[Tensor]:
+    def _gradient(self, batch: Batch, slots: Tensor) -> Gradients:
         assert self.module is not None
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         with torch.enable_grad():
             total = (self.model(batch) * self.weights)[slots].sum()
         if not parameters or not total.requires_grad:
-            return []
-        found = torch.autograd.grad(total, parameters, allow_unused=True)
-        return [g.detach() for g in found if g is not None and g.numel()]
+            return {}
+        found = torch.autograd.grad(
+            total, [*parameters.values()], allow_unused=True, materialize_grads=True
+        )
+        return dict(zip(parameters, found, strict=True))
 
     def _slots(self, segment: int) -> Tensor:
         return ~self.real if segment == PADDING else self.real & (self.batch.segment_ids == segment)
