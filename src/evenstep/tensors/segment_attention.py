@@ -104,7 +104,7 @@ def sdpa_mask(
     >>> sdpa_mask(batch)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
-    bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
+    bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch, causal)
     seen = _mask_mod(bounds, *visible(bounds, causal, window), window)
     row = torch.arange(bounds.rows, device=bounds.cu_seqlens.device)[:, None, None]
     slot = torch.arange(bounds.width, device=row.device)
@@ -122,7 +122,7 @@ def block_mask(
 
         flex_attention(q, k, v, block_mask=block_mask(batch))
     """
-    bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
+    bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch, causal)
     slots = visible(bounds, causal, window)
     first, last = map(_extremes, slots)
     begin = torch.arange(divided_up(bounds.width, BLOCK), device=slots[0].device) * BLOCK
@@ -269,6 +269,11 @@ def scaled(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
 
 def explicit(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """The same from the scores themselves, with a soft cap and sinks, in float32 or wider."""
+    with torch.autocast(q.device.type, enabled=False):
+        return _explicit(call, q, k, v, mask)
+
+
+def _explicit(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     # (rows, heads, queries, dim) -> (rows, kv heads, shared, queries, dim)
     query = wide(q).unflatten(1, (k.shape[1], call.shared))
     key, value = (wide(tensor).unsqueeze(2) for tensor in (k, v))
@@ -509,6 +514,11 @@ def attention(
     >>> attention(q, k, v, batch)[0, 0, :, 0].tolist()  # the third token attends to itself only
     [1.0, 2.0, 7.0]
     """
+    if batch.tree is not None and not causal:
+        raise ConfigError(
+            "samples share prefixes in this batch, whose tokens see only those before them, but "
+            "this layer is not causal. Plan without prefixes."
+        )
     if batch.exchange is not None:
         if backend in ("flex", "causal", "mask"):  # on all ranks, which would wait for each other
             raise ConfigError(
@@ -516,7 +526,7 @@ def attention(
                 f"samples in this wave. Use None to select one automatically."
             )
         k, v = batch.exchange.join(k, v, causal)
-    call = Call(q, k, v, Boundaries.of(batch), causal, window, scale, softcap, sinks)
+    call = Call(q, k, v, Boundaries.of(batch, causal), causal, window, scale, softcap, sinks)
     if backend is None:
         return BACKENDS[choose(call)](call)
     if backend not in BACKENDS:
