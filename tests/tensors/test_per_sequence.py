@@ -311,6 +311,20 @@ def test_integers_and_bools_are_summed_as_such(dtype: torch.dtype) -> None:
         assert counts[0] == int((view.labels[:600] != -100).sum()) > 0
 
 
+@pytest.mark.parametrize("vectorised", [True, False])
+def test_half_precision_values_of_a_function_are_summed_and_scaled_in_float32(
+    vectorised: bool,
+) -> None:
+    batch = make_work([3000], Recipe(layout=Packed(max_tokens=3000))).batches[0]
+    loss = PerSequence(lambda outputs, view: outputs[:, 0], vectorised=vectorised)
+    outputs = torch.full((1, 3000, 1), 1.1, dtype=torch.bfloat16, requires_grad=True)
+    sums = loss(outputs, batch)
+    expected = outputs.detach().double().sum()
+    for total in (sums.loss, sums.by_sequence[0]):
+        assert total.dtype == torch.float32
+        torch.testing.assert_close(total.double(), expected)
+
+
 def test_low_precision_logits_are_summed_in_float32() -> None:
     batch, model = batch_of(5, 3), Model()
     for loss in (cross_entropy(), cross_entropy().looped()):

@@ -21,6 +21,7 @@ from torch.nn import functional
 from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, labelled_slots
+from evenstep.tensors.transport import refuse_second_derivative
 
 HeadOption: TypeAlias = "Head | nn.Linear | Tensor | Literal['model'] | None"
 """The argument `head` of a loss."""
@@ -133,7 +134,7 @@ class Scores:
             return self.weighted
         weights, log_prob, mean = factors
         values = log_prob * self.log_probs
-        return weights * (values + mean * self.mean_log_probs if mean else values)
+        return times_weights(values + mean * self.mean_log_probs if mean else values, weights)
 
 
 def score(
@@ -183,6 +184,11 @@ def scorer(temperature: float, **wanted: bool) -> Callable[..., Scores]:
 def wide(values: Tensor) -> Tensor:
     """In float32 or wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def times_weights(values: Tensor, weights: Tensor) -> Tensor:
+    """values * weights, and 0 where the weight is 0: the log of a probability of 0 is -inf."""
+    return torch.where(weights != 0, values * weights, 0.0)
 
 
 def label_log_probs(
@@ -304,7 +310,9 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
         log_probs, entropy, means, greatest, log_sum = scores
         every = [log_probs, entropy, means, greatest + log_sum]
         if pair is not None:
-            every.append(pair[0] * log_probs + pair[1] * means)
+            assert factors is not None
+            values = factors.log_prob * log_probs + factors.mean * means
+            every.append(times_weights(values, weights))
         spread = [each.new_zeros(len(labels)).index_copy_(0, slots, each) for each in every]
         if pair is not None:
             ctx.mark_non_differentiable(*spread[:4])
@@ -312,6 +320,7 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *by_label: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         hidden, weight, bias, slots, labels, scores, pair, unit, *computed = ctx.saved_tensors
         dtype, chunk, formula = ctx.how
         last, none = by_label[-1], (None,) * 7
@@ -408,6 +417,7 @@ class _Comparison:
             values[part] = result.detach()
             if gradients is not None:
                 (change,) = torch.autograd.grad(total, product)
+                change.masked_fill_((factors[part] == 0)[:, None], 0.0)  # not 0 * inf
                 gradients.add(part, change, states, narrow)
         return values
 
@@ -443,13 +453,14 @@ class _Compared(torch.autograd.Function):  # type: ignore[misc]
         ctx.save_for_backward(hidden, weight, bias, slots, factors, unit, *computed)
         spread = [
             each.new_zeros(len(weights)).index_copy_(0, slots, each)
-            for each in (values, values * factors)
+            for each in (values, times_weights(values, factors))
         ]
         ctx.mark_non_differentiable(spread[0])
         return spread[0], spread[1]
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, by_label: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         hidden, weight, bias, slots, factors, unit, *computed = ctx.saved_tensors
         (comparison, differentiable), none = ctx.how, (None,) * 4
         if by_label is None or not differentiable:

@@ -306,7 +306,8 @@ class PerSequence:
 
     def _outcome(self, outputs: Tensor, view: View) -> tuple[Tensor, dict[str, Metric]]:
         outcome = self.function(outputs, view)
-        return (outcome, {}) if isinstance(outcome, Tensor) else (outcome[0], dict(outcome[1]))
+        values, metrics = (outcome, {}) if isinstance(outcome, Tensor) else outcome
+        return wide(values), dict(metrics)  # sums and what they are divided by are not rounded
 
 
 # Losses of single tokens -----------------------------------------------------------------------
