@@ -123,7 +123,7 @@ class Columns:
             value.dtype not in (dtype, torch.bool) and not (rounds and value.is_floating_point())
             for value in values
         ]
-        for at in np.flatnonzero(changes):
+        for at in np.flatnonzero(changes).tolist():
             value = values[at]
             changed = value.double() != converted[at].double()
             if bool(changed.any()):
