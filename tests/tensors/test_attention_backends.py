@@ -507,7 +507,7 @@ def test_the_operator_has_the_right_shapes_and_gradients_when_it_is_traced() -> 
 # Segments that see others in front of themselves ---------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["segments", "varlen"])
+@pytest.mark.parametrize("name", ["segments", "varlen", "mask"])
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None), (False, 4)])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_segment_attends_to_the_keys_before_its_own_as_in_one_sequence(
@@ -520,13 +520,10 @@ def test_a_segment_attends_to_the_keys_before_its_own_as_in_one_sequence(
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
     queries = offsets(lengths)
     paths = [torch.arange(5), torch.arange(75), torch.cat((torch.arange(5), torch.arange(75, 77)))]
-    seen = Boundaries(1, 87, offsets([len(path) for path in paths]), 75)
-    bounds = Boundaries(1, 77, queries, 70, seen=seen)
-    index = torch.cat(paths)
-    call = Call(q, k[:, :, index], v[:, :, index], bounds, causal, window, None, softcap, sinks)
-    assert choose(call) == "segments"
-    for other in ("causal", "mask", "flex"):
-        assert refusal(other, call) is not None
+    bounds = Boundaries(1, 77, queries, 70)
+    bounds = bounds.seeing(torch.cat(paths), offsets([len(path) for path in paths]), 75)
+    call = Call(q, k, v, bounds, causal, window, None, softcap, sinks)
+    assert refusal("causal", call) is not None
     # Each path as one sequence, of which the last tokens are the answer.
     parts = []
     for path, length in zip(paths, lengths, strict=True):

@@ -25,6 +25,7 @@ from evenstep.tensors import (
     restore_sequences,
     restore_tokens,
     shard_context,
+    value_loss,
 )
 from tests.examples import examples
 from tests.internals import Outcome, merge
@@ -323,6 +324,24 @@ def test_half_precision_values_of_a_function_are_summed_and_scaled_in_float32(
     for total in (sums.loss, sums.by_sequence[0]):
         assert total.dtype == torch.float32
         torch.testing.assert_close(total.double(), expected)
+
+
+def test_a_value_at_the_bound_of_its_clip_has_its_whole_gradient() -> None:
+    batch = batch_of(2)
+    extras = {
+        "returns": torch.zeros(1, batch.width),
+        "old_values": torch.full((1, batch.width), 0.5),
+    }
+    batch = replace(
+        batch,
+        labels=torch.where(batch.places == 0, 1, -100).where(batch.segment_ids == 0, -100),
+        loss_weights=(batch.places == 0).float(),
+        extras=extras,
+        aligned=dict.fromkeys(extras, "label"),
+    )
+    values = torch.full((1, batch.width), 0.75, requires_grad=True)
+    (gradient,) = torch.autograd.grad(value_loss(clip=0.25)(values, batch).loss, values)
+    assert gradient[0, 0] == 0.75
 
 
 def test_low_precision_logits_are_summed_in_float32() -> None:

@@ -32,9 +32,7 @@ from tests.internals import (
     Boundaries,
     Call,
     Segments,
-    attend,
     choose,
-    refusal,
     varlen,
 )
 
@@ -335,16 +333,9 @@ def test_layers_that_are_not_causal_are_refused() -> None:
         attention(q, q, q, batch, causal=False)
 
 
-def test_keys_that_were_gathered_elsewhere_and_shards_are_refused() -> None:
+def test_plain_causal_attention_and_shards_are_refused() -> None:
     batch, _ = tree_batch(0)
-    bounds = replace(Boundaries.of(batch), index=None)
-    assert batch.keys is not None
     q, k, v = projections(batch)
-    keys, values = (each[:, :, batch.keys.slots] for each in (k, v))
-    call = Call(q, keys, values, bounds)
-    for name in ("mask", "flex", "causal"):
-        assert "gradients" in (why := str(refusal(name, call))) or "sees another" in why
-    torch.testing.assert_close(attend(call), attention(q, k, v, batch))
     with pytest.raises(ConfigError, match="no segment that sees another"):
         attention(q, k, v, batch, backend="causal")
     with pytest.raises(InputError, match=r"Set topology\.cp"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors import Batch, Collator
@@ -148,6 +149,12 @@ class WithSmall(nn.Module):  # type: ignore[misc]
 def test_a_leak_in_the_gradient_of_a_small_parameter_is_found() -> None:
     leaks = find_leaks(Stack(WithSmall()), batch_of(LENGTHS, "packed"))
     assert {leak.what for leak in leaks} == {"gradients"}
+
+
+def test_an_empty_micro_batch_has_no_leak() -> None:
+    plan = make_plan([3], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2)))
+    batch = Collator()(plan[0, 1][0], [])
+    assert find_leaks(Decoder(DecoderShape(vocab=VOCAB)), batch) == []
 
 
 def test_segments_that_see_others_are_refused() -> None:

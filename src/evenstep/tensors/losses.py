@@ -552,7 +552,7 @@ def value_loss(*, clip: float | None = 0.2) -> PerSequence:
         metrics: dict[str, Any] = {"value": value, "value_error": error}
         if clip is not None:
             old = _extra(view, counts, "old_values")
-            near = torch.maximum(torch.minimum(value, old + clip), old - clip)
+            near = value.clamp(old - clip, old + clip)
             far = (near - target).square()
             metrics["clipped"] = far > error
             error = torch.maximum(error, far)

@@ -197,8 +197,7 @@ class Call:
     """q, k and v, where segments begin and end, and what the softmax does.
 
     k and v have the rows and width of q, and behind them what `bounds.received` from other ranks. A
-    backend gathers the keys of `bounds.index`; without an index, k and v have those of
-    `bounds.keys`, which are q's unless segments see others.
+    backend gathers the keys of `bounds.index`, if segments see others.
 
     softcap  scores become softcap * tanh(scores / softcap), before masking
     sinks    (heads) one logit per query head that joins the denominator of the softmax
@@ -219,11 +218,10 @@ class Call:
     def __post_init__(self) -> None:
         check_window(self.window)
         q, k, v = self.q, self.k, self.v
-        keys = self.bounds.keys if self.bounds.index is None else self.bounds
-        shapes = [(self.bounds.rows, self.bounds.width), (keys.rows, keys.width)]
-        if keys.received:
-            shapes[1] = (1, keys.rows * keys.width + keys.received)
-        for name, tensor, shape in (("q", q, shapes[0]), ("k", k, shapes[1]), ("v", v, shapes[1])):
+        own = seen = (self.bounds.rows, self.bounds.width)
+        if self.bounds.received:
+            seen = (1, own[0] * own[1] + self.bounds.received)
+        for name, tensor, shape in (("q", q, own), ("k", k, seen), ("v", v, seen)):
             if tensor.ndim != 4 or (tensor.shape[0], tensor.shape[2]) != shape:
                 raise InputError(
                     f"{name} has shape {tuple(tensor.shape)}, but the batch has {shape[0]} rows "
@@ -466,11 +464,7 @@ def refusal(name: str, call: Call) -> str | None:
             return "requires head dimensions of at least 16"
         if cuda and q.dtype == torch.float64:
             return "supports single and half precision only"
-    if (
-        bounds.seen is not None
-        and name != "segments"
-        and (name == "causal" or bounds.index is None)
-    ):
+    if name == "causal" and bounds.seen is not None:
         return "supports no segment that sees another one"
     if name in ("flex", "mask") and bounds.received:
         return "supports no keys of other ranks"
@@ -528,7 +522,7 @@ def attention(
         k, v = batch.exchange.join(k, v, causal)
     call = Call(q, k, v, Boundaries.of(batch, causal), causal, window, scale, softcap, sinks)
     if backend is None:
-        return BACKENDS[choose(call)](call)
+        return attend(call)
     if backend not in BACKENDS:
         raise ConfigError(
             f"unknown attention backend {backend!r}; expected one of: {', '.join(BACKENDS)}, or "

@@ -22,6 +22,7 @@ from evenstep.testing.gradients import Gradients, errors_of_parameters
 from evenstep.testing.relaid import relaid
 
 Model: TypeAlias = Callable[[Batch], Tensor]
+Change: TypeAlias = Literal["tokens", "length"]
 
 PADDING = -1
 
@@ -47,7 +48,7 @@ class Leak:
     layer: str | None = None
     """Name of the first layer whose outputs changed while its inputs did not."""
     layer_type: str | None = None
-    change: Literal["tokens", "length"] = "tokens"
+    change: Change = "tokens"
     """What was changed in the segment."""
 
     def __str__(self) -> str:
@@ -168,11 +169,18 @@ class _Probe:
                 "the model returns infinite or NaN outputs for real tokens. Look for fully masked "
                 "rows in an attention mask."
             )
-        if self._moved(again - base, self.real):
+        difference = (again - base)[self.real].abs()
+        if not bool((difference <= self.tolerance * self.scale).all()):
             raise InputError(
                 "the model returns different outputs for the same batch. Turn off randomness, for "
                 "example with model.eval()."
             )
+
+    @property
+    def scale(self) -> Tensor:
+        """The largest output of a real token."""
+        real = self.base[self.real]
+        return real.abs().max() if real.numel() else real.new_zeros(())
 
     def segments(self) -> Iterator[int]:
         """All segments to change in turn, and padding if there is any."""
@@ -181,38 +189,32 @@ class _Probe:
             yield PADDING
 
     def outputs(self, segment: int) -> Leak | None:
-        """Change the segment and compare the outputs of others."""
+        """Change the tokens of the segment and compare the outputs of others."""
         others = self._others(segment)
-        changed = self._change(segment)
-        with torch.no_grad():
-            difference = self.model(changed) - self.base
-        if not self._moved(difference, others):
-            return None
-        size = difference.abs().flatten(2).amax(2)
-        scale = self.base[self.real].abs().max()
-        moved = self.batch.segment_ids[others & (size > self.tolerance * scale)].unique()
-        by = float(size[others].max() / scale)
-        layer = self._locate(changed, others, others)
-        return Leak(segment, tuple(moved.tolist()), "outputs", by, *layer)
+        return self._compared(segment, "tokens", others, self._change(segment), others)
 
     def lengths(self, segment: int) -> Leak | None:
         """Shorten and lengthen the segment and compare the outputs of others."""
         others = self._others(segment)
         if not others.any():
             return None
-        scale = self.base[self.real].abs().max()
-        for tokens in self._resized(segment):
-            found = relaid(self.batch, segment, tokens)
-            with torch.no_grad():
-                size = (self.model(found.batch)[found.others] - self.base[others]).abs()
-            size = size.flatten(1).amax(1)
-            if not bool((size <= self.tolerance * scale).all()):
-                moved = self.batch.segment_ids[others][size > self.tolerance * scale].unique()
-                layer = self._locate(found.batch, others, found.others)
-                by = float(size.max() / scale)
-                leak = Leak(segment, tuple(moved.tolist()), "outputs", by, *layer)
-                return replace(leak, change="length")
-        return None
+        changes = (relaid(self.batch, segment, tokens) for tokens in self._resized(segment))
+        leaks = (self._compared(segment, "length", others, c.batch, c.others) for c in changes)
+        return next((leak for leak in leaks if leak is not None), None)
+
+    def _compared(
+        self, segment: int, change: Change, others: Tensor, changed: Batch, changed_slots: Tensor
+    ) -> Leak | None:
+        """Whether outputs of these slots differ in the changed batch, where they may be others."""
+        with torch.no_grad():
+            difference = self.model(changed)[changed_slots] - self.base[others]
+        size, limit = difference.abs().flatten(1).amax(1), self.tolerance * self.scale
+        moves = ~(size <= limit)  # also if it is NaN
+        if not moves.any():
+            return None
+        moved = tuple(self.batch.segment_ids[others][moves].unique().tolist())
+        layer = self._locate(changed, others, changed_slots)
+        return Leak(segment, moved, "outputs", float(size.max() / self.scale), *layer, change)
 
     def _resized(self, segment: int) -> Iterator[Tensor]:
         """The tokens of a segment cut to one, but with all kept tokens; then continued to twice
@@ -261,12 +263,6 @@ class _Probe:
         place = torch.searchsorted(self.choices, tokens) + shift.to(self.batch.device)
         changes = self._slots(segment) & ~torch.isin(tokens, self.kept)
         return replace(self.batch, tokens=torch.where(changes, self.choices[place % count], tokens))
-
-    def _moved(self, difference: Tensor, slots: Tensor) -> bool:
-        if not slots.any():
-            return False
-        scale = self.base[self.real].abs().max()
-        return not bool((difference[slots].abs() <= self.tolerance * scale).all())
 
     # Locating the layer --------------------------------------------------------------------------
 
