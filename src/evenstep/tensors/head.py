@@ -134,7 +134,8 @@ class Scores:
             return self.weighted
         weights, log_prob, mean = factors
         values = log_prob * self.log_probs
-        return times_weights(values + mean * self.mean_log_probs if mean else values, weights)
+        values = values + mean * self.mean_log_probs if mean else values
+        return torch.where(weights != 0, weights * values, 0.0)  # not 0 * inf
 
 
 def score(
@@ -184,11 +185,6 @@ def scorer(temperature: float, **wanted: bool) -> Callable[..., Scores]:
 def wide(values: Tensor) -> Tensor:
     """In float32 or wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def times_weights(values: Tensor, weights: Tensor) -> Tensor:
-    """values * weights, and 0 where the weight is 0: the log of a probability of 0 is -inf."""
-    return torch.where(weights != 0, values * weights, 0.0)
 
 
 def label_log_probs(
@@ -375,7 +371,8 @@ class _InChunks(torch.autograd.Function):  # type: ignore[misc]
         ctx.save_for_backward(hidden, weight, bias, slots, numbers, factors, unit, *computed)
         results = [*numbers[: job.results]]
         if factors is not None:
-            results.append(times_weights(numbers[: job.results], factors).sum(0))
+            shares = numbers[: job.results] * factors
+            results.append(torch.where(factors != 0, shares, 0.0).sum(0))  # not 0 * inf
         spread = [each.new_zeros(len(hidden)).index_copy_(0, slots, each) for each in results]
         if factors is not None:
             ctx.mark_non_differentiable(*spread[:-1])

@@ -268,30 +268,26 @@ def scaled(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
 def explicit(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """The same from the scores themselves, with a soft cap and sinks, in float32 or wider."""
     with torch.autocast(q.device.type, enabled=False):
-        return _explicit(call, q, k, v, mask)
-
-
-def _explicit(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    # (rows, heads, queries, dim) -> (rows, kv heads, shared, queries, dim)
-    query = wide(q).unflatten(1, (k.shape[1], call.shared))
-    key, value = (wide(tensor).unsqueeze(2) for tensor in (k, v))
-    scores = (query * call.scaling) @ key.transpose(-1, -2)
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if mask is None and call.causal:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        mask = mask.unsqueeze(1) if mask.ndim == 4 else mask
-        scores = scores.masked_fill(~mask, -torch.inf)
-    if call.sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        sinks = call.sinks.to(scores).view(1, k.shape[1], call.shared, 1, 1)
-        both = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
-        weights = both.softmax(-1)[..., :-1]
-    if call.dropout:
-        weights = functional.dropout(weights, call.dropout)
-    return (weights @ value).flatten(1, 2).to(v.dtype)
+        # (rows, heads, queries, dim) -> (rows, kv heads, shared, queries, dim)
+        query = wide(q).unflatten(1, (k.shape[1], call.shared))
+        key, value = (wide(tensor).unsqueeze(2) for tensor in (k, v))
+        scores = (query * call.scaling) @ key.transpose(-1, -2)
+        if call.softcap is not None:
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        if mask is None and call.causal:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            mask = mask.unsqueeze(1) if mask.ndim == 4 else mask
+            scores = scores.masked_fill(~mask, -torch.inf)
+        if call.sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            sinks = call.sinks.to(scores).view(1, k.shape[1], call.shared, 1, 1)
+            both = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+            weights = both.softmax(-1)[..., :-1]
+        if call.dropout:
+            weights = functional.dropout(weights, call.dropout)
+        return (weights @ value).flatten(1, 2).to(v.dtype)
 
 
 def _segments(call: Call) -> Tensor:
