@@ -214,9 +214,8 @@ class _Probe:
             return None
         moved = tuple(self.batch.segment_ids[others][moves].unique().tolist())
         layer = self._locate(changed, others, changed_slots)
-        return Leak(
-            segment, moved, "outputs", float(size.max() / self.scale), *layer, change=change
-        )
+        leak = Leak(segment, moved, "outputs", float(size.max() / self.scale), *layer)
+        return replace(leak, change=change)
 
     def _resized(self, segment: int) -> Iterator[Tensor]:
         """The tokens of a segment cut to one, but with all kept tokens; then continued to twice
