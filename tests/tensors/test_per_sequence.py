@@ -313,7 +313,7 @@ def test_integers_and_bools_are_summed_as_such(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("vectorised", [True, False])
-def test_half_precision_values_of_a_function_are_summed_and_scaled_in_float32(
+def test_half_precision_values_of_a_function_are_summed_in_float32(
     vectorised: bool,
 ) -> None:
     batch = make_work([3000], Recipe(layout=Packed(max_tokens=3000))).batches[0]

@@ -307,7 +307,7 @@ class PerSequence:
     def _outcome(self, outputs: Tensor, view: View) -> tuple[Tensor, dict[str, Metric]]:
         outcome = self.function(outputs, view)
         values, metrics = (outcome, {}) if isinstance(outcome, Tensor) else outcome
-        return wide(values), dict(metrics)  # sums and what they are divided by are not rounded
+        return wide(values), dict(metrics)  # so that 16-bit sums are not rounded
 
 
 # Losses of single tokens -----------------------------------------------------------------------
