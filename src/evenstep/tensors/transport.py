@@ -131,7 +131,7 @@ def sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
 
 def refuse_second_derivative() -> None:
     """Raise in the backward of a function whose gradients have no graph of their own."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise ConfigError(
             "gradients of a head, and of sums over ranks, cannot be differentiated again, but "
             "create_graph=True asks for it. Compute the loss from logits, on one rank."
