@@ -22,7 +22,6 @@ from evenstep.testing.gradients import Gradients, errors_of_parameters
 from evenstep.testing.relaid import relaid
 
 Model: TypeAlias = Callable[[Batch], Tensor]
-Change: TypeAlias = Literal["tokens", "length"]
 
 PADDING = -1
 
@@ -48,7 +47,7 @@ class Leak:
     layer: str | None = None
     """Name of the first layer whose outputs changed while its inputs did not."""
     layer_type: str | None = None
-    change: Change = "tokens"
+    change: Literal["tokens", "length"] = "tokens"
     """What was changed in the segment."""
 
     def __str__(self) -> str:
@@ -203,7 +202,12 @@ class _Probe:
         return next((leak for leak in leaks if leak is not None), None)
 
     def _compared(
-        self, segment: int, change: Change, others: Tensor, changed: Batch, changed_slots: Tensor
+        self,
+        segment: int,
+        change: Literal["tokens", "length"],
+        others: Tensor,
+        changed: Batch,
+        changed_slots: Tensor,
     ) -> Leak | None:
         """Whether outputs of these slots differ in the changed batch, where they may be others."""
         with torch.no_grad():
