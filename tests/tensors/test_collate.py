@@ -1,5 +1,6 @@
 """From samples to batches: labels, positions, boundaries, extras and errors."""
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,39 @@ def test_arrays_lists_and_narrow_integers_are_accepted() -> None:
         {"input_ids": ids(6).to(torch.int16)},
     ]
     assert sorted(one_batch(samples).tokens.flatten().tolist()) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([40000, 65535], np.uint16),
+        np.array([65535, 40000])[::-1],
+        np.array([40000, 65535], ">i4"),
+    ],
+    ids=["uint16", "reversed", "big-endian"],
+)
+def test_arrays_of_any_integers_order_and_bytes_are_accepted(array: Any) -> None:
+    assert one_batch([{"input_ids": array}]).tokens.tolist() == [[40000, 65535]]
+
+
+@pytest.mark.parametrize("aligned", ["token", "sequence", "ragged"])
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (1.7, torch.int64), (1.7, torch.int32), (70000, torch.int16), (-1, torch.uint8),
+        (math.nan, torch.int32), (0.3, torch.bool), (2**24 + 1, torch.float32),
+    ],
+)  # fmt: skip
+def test_extras_that_their_dtype_cannot_hold_are_refused(
+    aligned: Any, value: float, dtype: torch.dtype
+) -> None:
+    collator = Collator(extras={"x": Extra(aligned=aligned, dtype=dtype)})
+    right, wrong = (each if aligned == "sequence" else [each] for each in (1, value))
+    samples = [{"input_ids": ids(1), "x": right}, {"input_ids": ids(1), "x": wrong}]
+    with pytest.raises(InputError, match=rf"sample 1 has .* in 'x', which {dtype} cannot hold"):
+        one_batch(samples, collator)
+    batch = one_batch([samples[0], samples[0]], collator)
+    assert batch.extras["x"] is not None
 
 
 def test_the_output_of_a_tokenizer_is_accepted() -> None:

@@ -1,5 +1,6 @@
 """cross_entropy with its options, and the same from hidden states and a head."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -260,7 +261,54 @@ def test_probabilities_of_zero_leave_entropy_and_gradient_finite() -> None:
         assert torch.autograd.grad(total, leaf)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("headed", [True, False])
+def test_a_weight_of_zero_hides_a_token_of_probability_zero(
+    options: dict[str, Any], headed: bool
+) -> None:
+    head = head_of(chunk=2)
+    weight, bias = head.weight_and_bias
+    batch = batch_with([4, 3])
+    hidden = torch.randn(batch.rows, batch.width, 5, dtype=torch.float64, requires_grad=True)
+    label = int(batch.labels[0, 0])
+    least = -torch.inf if "label_smoothing" not in options else -1e30  # its mean is -inf else
+    with torch.no_grad():
+        bias[label] = least
+    batch = replace(batch, loss_weights=batch.loss_weights * (batch.labels != label))
+    hidden_slots = torch.where(batch.labels == label, -100, batch.labels)
+    rest = replace(batch, labels=hidden_slots)
+    found = []
+    for each in (batch, rest):
+        loss = cross_entropy(**options, head=head if headed else None)
+        total = loss(hidden if headed else logits_by_hand(hidden, head), each).loss
+        found.append((total, *torch.autograd.grad(total, (hidden, weight, bias))))
+    for with_zero, without in zip(*found, strict=True):
+        assert with_zero.isfinite().all()
+        close(with_zero, without)
+
+
+@pytest.mark.parametrize("how", ["factors", "scores"])
+def test_second_derivatives_of_a_head_are_refused(how: str) -> None:
+    weight = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    factors = Factors(torch.ones(2), log_prob=-1.0, mean=0.0) if how == "factors" else None
+    scores = score(hidden.tanh(), torch.tensor([1, 2]), head=Head(weight), factors=factors)
+    total = scores.log_probs.sum() if scores.weighted is None else scores.weighted.sum()
+    with pytest.raises(ConfigError, match=r"create_graph=True asks for it.*from logits"):
+        torch.autograd.grad(total, hidden, create_graph=True)
+
+
 # Errors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", [-1, 7])
+@pytest.mark.parametrize("wanted", [frozenset(), frozenset({"mean_log_probs"})])
+def test_labels_that_are_no_token_are_never_scored(label: int, wanted: Wanted) -> None:
+    logits, labels = torch.zeros(2, 7), torch.tensor([1, label])
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        score(logits, labels, wanted=wanted)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        score(torch.zeros(2, 5), labels, head=Head(torch.zeros(7, 5)), wanted=wanted)
 
 
 def test_faults_say_what_to_do() -> None:

@@ -66,6 +66,28 @@ def test_tokens_that_both_exclude_leave_the_gradient_finite(divergence: Any) -> 
     assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_weight_of_zero_hides_what_the_teacher_excludes(divergence: Any) -> None:
+    batch = batch_with([4, 3])
+    logits = flat_logits(batch).double().requires_grad_()
+    weights = batch.loss_weights.clone()
+    weights[0, 1] = 0
+    batch = replace(batch, loss_weights=weights)
+
+    def odd(given: Batch) -> Tensor:
+        return (
+            teacher_of(given)
+            .index_fill(-1, torch.tensor([2]), -torch.inf)
+            .where(given.loss_weights[..., None] == 0, teacher_of(given))
+        )
+
+    loss = distillation(divergence=divergence, teacher=teacher_of)(logits, batch).loss
+    other = distillation(divergence=divergence, teacher=odd)(logits, batch).loss
+    close(other, loss)
+    gradients = [torch.autograd.grad(total, logits)[0] for total in (other, loss)]
+    close(*gradients)
+
+
 def test_values_of_ignored_slots_do_not_matter() -> None:
     batch = batch_with([4, 3])
     ignored = (batch.labels == -100)[..., None]

@@ -25,6 +25,7 @@ from evenstep.tensors import (
     restore_sequences,
     restore_tokens,
     shard_context,
+    value_loss,
 )
 from tests.examples import examples
 from tests.internals import Outcome, merge
@@ -300,6 +301,47 @@ def test_weights_scale_every_token() -> None:
     halved = replace(batch, loss_weights=batch.loss_weights / 2)
     for loss in LOSSES.values():
         close(loss(model.of(halved), halved).loss, loss(model.of(batch), batch).loss / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32])
+def test_integers_and_bools_are_summed_as_such(dtype: torch.dtype) -> None:
+    batch = make_work([600, 2], Recipe(layout=Packed(max_tokens=602))).batches[0]
+    for view in (View.of_all(batch), View.of_segments(batch)[0]):
+        counts = view.sum_by_segment((view.labels != -100).to(dtype))
+        assert counts.dtype == torch.int64
+        assert counts[0] == int((view.labels[:600] != -100).sum()) > 0
+
+
+@pytest.mark.parametrize("vectorised", [True, False])
+def test_half_precision_values_of_a_function_are_summed_in_float32(
+    vectorised: bool,
+) -> None:
+    batch = make_work([3000], Recipe(layout=Packed(max_tokens=3000))).batches[0]
+    loss = PerSequence(lambda outputs, view: outputs[:, 0], vectorised=vectorised)
+    outputs = torch.full((1, 3000, 1), 1.1, dtype=torch.bfloat16, requires_grad=True)
+    sums = loss(outputs, batch)
+    expected = outputs.detach().double().sum()
+    for total in (sums.loss, sums.by_sequence[0]):
+        assert total.dtype == torch.float32
+        torch.testing.assert_close(total.double(), expected)
+
+
+def test_a_value_at_the_bound_of_its_clip_has_its_whole_gradient() -> None:
+    batch = batch_of(2)
+    extras = {
+        "returns": torch.zeros(1, batch.width),
+        "old_values": torch.full((1, batch.width), 0.5),
+    }
+    batch = replace(
+        batch,
+        labels=torch.where(batch.places == 0, 1, -100).where(batch.segment_ids == 0, -100),
+        loss_weights=(batch.places == 0).float(),
+        extras=extras,
+        aligned=dict.fromkeys(extras, "label"),
+    )
+    values = torch.full((1, batch.width), 0.75, requires_grad=True)
+    (gradient,) = torch.autograd.grad(value_loss(clip=0.25)(values, batch).loss, values)
+    assert gradient[0, 0] == 0.75
 
 
 def test_low_precision_logits_are_summed_in_float32() -> None:

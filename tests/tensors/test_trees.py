@@ -32,9 +32,7 @@ from tests.internals import (
     Boundaries,
     Call,
     Segments,
-    attend,
     choose,
-    refusal,
     varlen,
 )
 
@@ -241,9 +239,8 @@ def test_flex_attention_of_a_tree_is_that_of_its_segments(
     batch, _ = tree_batch(seed, longest)
     q, k, v = (each.detach().float() for each in projections(batch))
     sink = torch.randn(4) if sinks else None
-    how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "sinks": sink}
-    expected = attention(q, k, v, batch, backend="segments", **how)
-    torch.testing.assert_close(attention(q, k, v, batch, backend="flex", **how), expected)
+    call = Call(q, k, v, Boundaries.of(batch), causal, window, None, softcap, sink)
+    torch.testing.assert_close(BACKENDS["flex"](call), BACKENDS["segments"](call))
 
 
 def path_mask(batch: Batch, causal: bool, window: int | None) -> Tensor:
@@ -329,16 +326,16 @@ def test_the_fastest_backend_of_a_tree_is_chosen_on_cuda(
         assert choose(Call(q, k, k, bounds, softcap=softcap)) == expected
 
 
-def test_keys_that_were_gathered_elsewhere_and_shards_are_refused() -> None:
+def test_layers_that_are_not_causal_are_refused() -> None:
+    batch = Collator()(micro_of(IDS, range(4)), [{"input_ids": ids} for ids in IDS])
+    q = torch.zeros(1, 1, batch.width, 8)
+    with pytest.raises(ConfigError, match=r"not causal\. Plan without prefixes"):
+        attention(q, q, q, batch, causal=False)
+
+
+def test_plain_causal_attention_and_shards_are_refused() -> None:
     batch, _ = tree_batch(0)
-    bounds = replace(Boundaries.of(batch), index=None)
-    assert batch.keys is not None
     q, k, v = projections(batch)
-    keys, values = (each[:, :, batch.keys.slots] for each in (k, v))
-    call = Call(q, keys, values, bounds)
-    for name in ("mask", "flex", "causal"):
-        assert "gradients" in (why := str(refusal(name, call))) or "sees another" in why
-    torch.testing.assert_close(attend(call), attention(q, k, v, batch))
     with pytest.raises(ConfigError, match="no segment that sees another"):
         attention(q, k, v, batch, backend="causal")
     with pytest.raises(InputError, match=r"Set topology\.cp"):

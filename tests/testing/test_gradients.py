@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from evenstep.errors import InputError
 from evenstep.tensors import Batch, Collator, cross_entropy
 from evenstep.testing import GradientError, assert_same_gradient
 from evenstep.train import Runner
+from tests.internals import errors_of_parameters
 
 torch.set_num_threads(1)
 
@@ -105,6 +107,23 @@ def test_a_leak_in_attention_is_caught(model: Decoder) -> None:
 
     with pytest.raises(GradientError, match=r"most in (embed|head)\.weight"):
         assert_same_gradient(leaky, model)
+
+
+def test_gradients_that_are_not_finite_never_pass(model: Decoder) -> None:
+    runner = Runner(model=model, loss=cross_entropy())
+
+    def run(recipe: Recipe, first: bool) -> None:
+        runner.run(batches_of(recipe))
+        if first or isinstance(recipe.layout, Packed):
+            model.norm.weight.grad[0] = math.nan
+
+    with pytest.raises(GradientError, match=r"most in norm\.weight: by inf"):
+        assert_same_gradient(lambda recipe: run(recipe, False), model)
+    with pytest.raises(InputError, match=r"not finite in norm\.weight"):
+        assert_same_gradient(lambda recipe: run(recipe, True), model)
+    one = {"a": torch.tensor([math.inf]), "b": torch.tensor([5.0])}
+    other = {"a": torch.tensor([math.inf]), "b": torch.tensor([1.0])}
+    assert errors_of_parameters(other, one) == {"a": math.inf, "b": 0.8}
 
 
 def test_what_cannot_be_compared_is_refused(model: Decoder) -> None:

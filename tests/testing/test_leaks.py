@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evenstep import Packed, Recipe, Topology, make_plan
 from evenstep.demo import Decoder, DecoderShape
 from evenstep.errors import ConfigError, InputError
-from evenstep.tensors import Batch
+from evenstep.tensors import Batch, Collator
 from evenstep.testing import LeakError, assert_no_leaks, find_leaks
+from tests.forests import micro_of
 from tests.tensors.batches import RECIPES, VOCAB, batch_of
 
 torch.set_num_threads(1)
@@ -120,6 +122,46 @@ def test_a_leak_in_the_backward_pass_is_found_by_gradients() -> None:
     assert find_leaks(model, batch, gradients=False) == []
     leaks = find_leaks(model, batch)
     assert {leak.what for leak in leaks} == {"gradients"}
+
+
+class Small(torch.autograd.Function):  # type: ignore[misc]
+    """Mixes the gradient of a small parameter only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, small: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, 3e-6 * ctx.saved_tensors[0].sum()
+
+
+class WithSmall(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Small.apply(x, self.small)
+
+
+def test_a_leak_in_the_gradient_of_a_small_parameter_is_found() -> None:
+    leaks = find_leaks(Stack(WithSmall()), batch_of(LENGTHS, "packed"))
+    assert {leak.what for leak in leaks} == {"gradients"}
+
+
+def test_an_empty_micro_batch_has_no_leak() -> None:
+    plan = make_plan([3], Recipe(layout=Packed(max_tokens=8), topology=Topology(dp=2)))
+    batch = Collator()(plan[0, 1][0], [])
+    assert find_leaks(Decoder(DecoderShape(vocab=VOCAB)), batch) == []
+
+
+def test_segments_that_see_others_are_refused() -> None:
+    ids = [[1, 2, 3, 4], [1, 2, 3, 5]]
+    batch = Collator()(micro_of(ids, range(2)), [{"input_ids": each} for each in ids])
+    with pytest.raises(InputError, match="Plan without prefixes"):
+        find_leaks(Decoder(DecoderShape(vocab=16)), batch)
 
 
 def test_a_plain_callable_is_checked_without_layer_names() -> None:

@@ -607,8 +607,9 @@ class Boundaries:
     kept: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: Batch) -> Boundaries:
-        """The boundaries of a batch; the same object for the same batch."""
+    def of(cls, batch: Batch, causal: bool = True) -> Boundaries:
+        """The boundaries of a batch; the same object for the same batch. Without `causal`, the
+        padding of a segment is a tile of its own: tokens would attend to it."""
         compiling = torch.compiler.is_compiling()
         bounds = None if compiling else _boundaries.get(batch)
         if bounds is None:
@@ -623,7 +624,23 @@ class Boundaries:
                 bounds = bounds.seeing(keys.slots, keys.cu_seqlens, keys.max_seqlen, received)
             if not compiling:
                 _boundaries[batch] = bounds
-        return bounds
+        return bounds if causal else bounds._without_padding(batch.seqlens)
+
+    def _without_padding(self, seqlens: Tensor) -> Boundaries:
+        """Tiles of tokens and tiles of padding in turn; some are empty.
+
+        cu_seqlens [0, 4, 8], seqlens [3, 4] -> [0, 3, 4, 8, 8]
+        """
+        if self.seen is not None:
+            return self
+        if "without_padding" not in self.kept:
+            begins, ends = self.cu_seqlens[:-1], self.cu_seqlens[1:]
+            inner = torch.stack((begins + seqlens.to(begins), ends), 1).flatten()
+            both = Boundaries(self.rows, self.width, functional.pad(inner, (1, 0)), self.max_seqlen)
+            if torch.compiler.is_compiling():
+                return both
+            self.kept["without_padding"] = both
+        return cast(Boundaries, self.kept["without_padding"])
 
     def seeing(
         self, slots: Tensor, cu_seqlens: Tensor, longest: int, received: int = 0

@@ -115,6 +115,24 @@ class Columns:
                 self._refuse_value(key, at, value)
         return tensors
 
+    def converted(self, key: str, values: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Values in this dtype. Fractions may be rounded; raises where anything else changes."""
+        converted = [value.to(dtype) for value in values]
+        rounds = dtype.is_floating_point or dtype.is_complex
+        changes = [
+            value.dtype not in (dtype, torch.bool) and not (rounds and value.is_floating_point())
+            for value in values
+        ]
+        for at in np.flatnonzero(changes).tolist():
+            value = values[at]
+            changed = value.double() != converted[at].double()
+            if bool(changed.any()):
+                raise InputError(
+                    f"sample {self._name(at)} has {value[changed][0].item():.15g} in {key!r}, "
+                    f"which {dtype} cannot hold. Declare another Extra(dtype=...)."
+                )
+        return converted
+
     def slots(
         self,
         key: str,
@@ -215,7 +233,7 @@ class Columns:
 
     def extra(self, name: str, extra: Extra) -> Tensor | RaggedTensor:
         """A declared extra in the layout that it declares."""
-        values = self.tensors(name, self.required(name))
+        values = self.converted(name, self.tensors(name, self.required(name)), extra.dtype)
         if extra.aligned != "token" or extra.shape:
             first = 0 if extra.aligned == "sequence" else 1  # dimension of one entry
             for at, value in enumerate(values):
@@ -228,7 +246,6 @@ class Columns:
         if extra.aligned == "token":
             spread = self.slots(name, values, extra.dtype, extra.pad, extra.shape)
             return spread.view(self.micro.rows, self.micro.width, *extra.shape)
-        values = [value.to(extra.dtype) for value in values]
         nothing = torch.empty((0, *extra.shape), dtype=extra.dtype)
         if extra.aligned == "sequence":
             return torch.stack(values) if values else nothing
@@ -279,10 +296,13 @@ class Columns:
 
 
 def _tensor(value: Any) -> Tensor:
-    """A tensor that shares memory with an array; read-only arrays (mapped files) are copied."""
+    """A tensor that shares memory with an array. Arrays that torch does not take are copied:
+    read-only ones (mapped files), reversed ones, and those of another byte order."""
     # Via numpy, because torch would convert Python floats to single precision.
     array = np.asarray(value)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    if not array.flags.writeable or not array.dtype.isnative or min(array.strides, default=0) < 0:
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(array)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

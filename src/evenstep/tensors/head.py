@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.nn import functional
 from evenstep.core.text import whole_number
 from evenstep.errors import ConfigError, InputError
 from evenstep.tensors.batch import IGNORE_INDEX, labelled_slots
+from evenstep.tensors.transport import refuse_second_derivative
 
 HeadOption: TypeAlias = "Head | nn.Linear | Tensor | Literal['model'] | None"
 """The argument `head` of a loss."""
@@ -133,7 +134,8 @@ class Scores:
             return self.weighted
         weights, log_prob, mean = factors
         values = log_prob * self.log_probs
-        return weights * (values + mean * self.mean_log_probs if mean else values)
+        values = values + mean * self.mean_log_probs if mean else values
+        return torch.where(weights != 0, weights * values, 0.0)  # not 0 * inf
 
 
 def score(
@@ -205,7 +207,7 @@ def label_log_probs(
     return score(logits, labels, head=layer, temperature=temperature).log_probs
 
 
-# Scores from hidden states, a chunk of logits at a time --------------------------------------
+# What a head's labels or distributions give, a chunk of logits at a time ----------------------
 
 
 def _head_scores(
@@ -217,14 +219,74 @@ def _head_scores(
     factors: Factors | None,
 ) -> Scores:
     """The scores of (n, hidden) states; 0 where the label is ignored."""
-    weight, bias, dtype, chunk = _layer(hidden, head)
     computed = "entropy" in wanted, "mean_log_probs" in wanted
     formula = _Formula(head.scale, head.soft_cap, temperature, *computed)
-    how = factors, dtype, chunk, formula, torch.is_grad_enabled()
-    with torch.autocast(hidden.device.type, enabled=False):
-        fields = _HeadScores.apply(hidden, weight, bias, labels, labelled_slots(labels), *how)
-    log_probs, entropy, mean, normalizer, *weighted = fields
+    slots = labelled_slots(labels)
+    each = None
+    if factors is not None:
+        weights = wide(factors.weights)
+        none = torch.zeros_like(weights)
+        each = torch.stack((factors.log_prob * weights, none, factors.mean * weights, none))
+    values, dtype = _in_chunks(
+        hidden, head, slots, _LabelScores(formula, labels.index_select(0, slots)), each
+    )
+    log_probs, entropy, mean, normalizer, *weighted = values
     return Scores(log_probs, entropy, mean, normalizer, dtype, *weighted)
+
+
+Comparison: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(log-probs (m, vocabulary), slots (m)) -> values (m)."""
+
+
+def compare(
+    outputs: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    function: Comparison,
+    *,
+    head: Head | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """(n) values of a function of distributions, and the same times `weights`, whose sum is the
+    loss. Only the second has a gradient. Both are 0 where the label is ignored."""
+    scale, cap = (1.0, None) if head is None else (head.scale, head.soft_cap)
+    formula = _Formula(scale, cap, temperature, entropy=False, means=False)
+    slots = labelled_slots(labels)
+    compared = _Compared(formula, function, slots)
+    (values, weighted), _ = _in_chunks(outputs, head, slots, compared, wide(weights)[None])
+    return values, weighted
+
+
+class _Job(Protocol):
+    """Numbers of labels from products of hidden states and weights, some labels at a time."""
+
+    rows: int  # numbers of a label
+    results: int  # how many of these losses see
+    shares: int  # a chunk and the gradient of its products take the memory of so many chunks
+
+    def run(
+        self, product: Tensor, part: slice, factors: Tensor | None, numbers: Tensor | None
+    ) -> Tensor:
+        """(rows, m): the numbers of these labels; `numbers`, if they are known. With the factors of
+        all results, the gradient of their weighted sum is written over the product."""
+        ...
+
+
+def _in_chunks(
+    hidden: Tensor, head: Head | None, slots: Tensor, job: _Job, factors: Tensor | None
+) -> tuple[tuple[Tensor, ...], torch.dtype]:
+    """The results of a job for these slots, (n) each, 0 at others, and the dtype of logits. With
+    factors, (results, n), also their weighted sum, which alone has a gradient then."""
+    weight = bias = None
+    dtype, chunk = hidden.dtype, _chunk_of(hidden.shape[-1], hidden.dtype)
+    if head is not None:
+        weight, bias, dtype, chunk = _layer(hidden, head)
+    if factors is not None:
+        factors = factors.index_select(1, slots)
+    how = job, factors, dtype, max(1, chunk // job.shares), torch.is_grad_enabled()
+    with torch.autocast(hidden.device.type, enabled=False):
+        values: tuple[Tensor, ...] = _InChunks.apply(hidden, weight, bias, slots, *how)
+    return values, dtype
 
 
 def _layer(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor | None, torch.dtype, int]:
@@ -248,8 +310,20 @@ def _chunk_of(vocabulary: int, dtype: torch.dtype) -> int:
     return max(1, _CHUNK_BYTES // (vocabulary * int(dtype.itemsize)))
 
 
-class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
-    """Hidden states and labels -> log-prob, entropy, mean log-prob, normalizer, weighted sum.
+def _narrow(
+    weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both in the dtype of logits."""
+    narrow, offset = (None if each is None else each.to(dtype) for each in (weight, bias))
+    return narrow, offset
+
+
+def _product(states: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return states if weight is None else functional.linear(states, weight, bias)
+
+
+class _InChunks(torch.autograd.Function):  # type: ignore[misc]
+    """Hidden states (or logits, without a weight) -> results of a job, and their weighted sum.
 
     Without factors, the backward computes the logits again: four products of the size of the
     logits. With factors, the gradient of a chunk is known while its logits are there: three
@@ -261,207 +335,120 @@ class _HeadScores(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
-        labels: Tensor,
         slots: Tensor,
-        factors: Factors | None,
+        job: _Job,
+        factors: Tensor | None,
         dtype: torch.dtype,
         chunk: int,
-        formula: _Formula,
         differentiable: bool,
     ) -> tuple[Tensor, ...]:
-        states, chosen = hidden.index_select(0, slots).to(dtype), labels.index_select(0, slots)
-        narrow, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        states, layer = hidden.index_select(0, slots).to(dtype), _narrow(weight, bias, dtype)
         wide_dtype = torch.promote_types(dtype, torch.float32)
-        # rows: log-prob, entropy, mean log-prob, greatest logit, log of the sum relative to it
-        scores = torch.zeros((5, len(slots)), dtype=wide_dtype, device=hidden.device)
-        gradients = None
-        if factors is not None and differentiable:
-            gradients = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
-        pair = unit = None  # the factor of each log-prob and mean, and the largest weight
+        numbers = torch.zeros((job.rows, len(slots)), dtype=wide_dtype, device=hidden.device)
+        gradients = unit = None
         if factors is not None:
-            weights = factors.weights.index_select(0, slots).to(wide_dtype)
-            pair = torch.stack((factors.log_prob * weights, factors.mean * weights))
-            # Gradients are kept relative to it: small weights would be lost in half precision.
-            unit = torch.cat((weights.abs(), weights.new_full((1,), 1e-30))).amax()
+            factors = factors.to(wide_dtype)
+            # Gradients are kept relative to the largest factor: small ones would be lost in half
+            # precision.
+            unit = torch.cat((factors.abs().flatten(), factors.new_full((1,), 1e-30))).amax()
+            if differentiable:
+                gradients = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
         for part in _chunks(len(slots), chunk):
-            product, those = functional.linear(states[part], narrow, offset), chosen[part]
+            product = _product(states[part], *layer)
             if gradients is None:
-                scores[:, part] = _run(_scores, formula, product, those)
+                numbers[:, part] = job.run(product, part, None, None)
             else:
-                assert pair is not None
-                assert unit is not None
-                factor = pair[:, part] / unit
-                scores[:, part] = _run(_scores_and_gradients, formula, product, those, factor)
-                gradients.add(part, product, states, narrow)
+                assert factors is not None
+                numbers[:, part] = job.run(product, part, factors[:, part] / unit, None)
+                gradients.add(part, product, states, layer[0])
             del product  # before the next one is there
         ctx.set_materialize_grads(False)
-        ctx.how = dtype, chunk, formula
+        ctx.how = job, dtype, chunk
         # Saved tensors, unlike attributes, are released when the backward has used them.
         computed = (None, None, None) if gradients is None else gradients
-        ctx.save_for_backward(hidden, weight, bias, slots, chosen, scores, pair, unit, *computed)
-        log_probs, entropy, means, greatest, log_sum = scores
-        every = [log_probs, entropy, means, greatest + log_sum]
-        if pair is not None:
-            every.append(pair[0] * log_probs + pair[1] * means)
-        spread = [each.new_zeros(len(labels)).index_copy_(0, slots, each) for each in every]
-        if pair is not None:
-            ctx.mark_non_differentiable(*spread[:4])
+        ctx.save_for_backward(hidden, weight, bias, slots, numbers, factors, unit, *computed)
+        results = [*numbers[: job.results]]
+        if factors is not None:
+            shares = numbers[: job.results] * factors
+            results.append(torch.where(factors != 0, shares, 0.0).sum(0))  # not 0 * inf
+        spread = [each.new_zeros(len(hidden)).index_copy_(0, slots, each) for each in results]
+        if factors is not None:
+            ctx.mark_non_differentiable(*spread[:-1])
         return tuple(spread)
 
     @staticmethod
-    def backward(ctx: Any, *by_label: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, slots, labels, scores, pair, unit, *computed = ctx.saved_tensors
-        dtype, chunk, formula = ctx.how
-        last, none = by_label[-1], (None,) * 7
-        if all(each is None for each in by_label):
+    def backward(ctx: Any, *by_slot: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        hidden, weight, bias, slots, numbers, factors, unit, *computed = ctx.saved_tensors
+        (job, dtype, chunk), none = ctx.how, (None,) * 6
+        last = by_slot[-1]
+        if all(each is None for each in by_slot) or (factors is not None and last is None):
             return (None, None, None, *none)
-        if pair is not None and last is not None and last.stride(0) == 0:
+        if factors is not None and last is not None and last.stride(0) == 0:
             sums = _Gradients(*computed)
             return (*sums.results(hidden, weight, bias, slots, last[0] * unit), *none)
-        if pair is not None:
-            zeros = torch.zeros_like(scores[0])
-            each = zeros if last is None else last.index_select(0, slots)
-            of_scores = torch.stack((each * pair[0], zeros, each * pair[1], zeros))
+        if factors is not None and last is not None:
+            of_results = last.index_select(0, slots) * factors
         else:
-            of_scores = torch.stack(
+            of_results = torch.stack(
                 [
-                    torch.zeros_like(scores[0]) if each is None else each.index_select(0, slots)
-                    for each in by_label[:4]
+                    torch.zeros_like(numbers[0]) if each is None else each.index_select(0, slots)
+                    for each in by_slot
                 ]
             )
-        states, narrow = hidden.index_select(0, slots).to(dtype), weight.to(dtype)
-        offset = None if bias is None else bias.to(dtype)
+        states, layer = hidden.index_select(0, slots).to(dtype), _narrow(weight, bias, dtype)
         again = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
         for part in _chunks(len(slots), chunk):
-            product = functional.linear(states[part], narrow, offset)
-            about = labels[part], scores[:, part], of_scores[:, part]
-            _run(_logit_gradients, formula, product, *about)
-            again.add(part, product, states, narrow)
+            product = _product(states[part], *layer)
+            job.run(product, part, of_results[:, part], numbers[:, part])
+            again.add(part, product, states, layer[0])
             del product  # before the next one is there
         return (*again.results(hidden, weight, bias, slots, None), *none)
 
 
-# A function of whole distributions, a chunk of them at a time ---------------------------------
+@dataclass(frozen=True, slots=True, eq=False)
+class _LabelScores:
+    """A job: log-prob, entropy, mean log-prob and normalizer of labels."""
 
-Comparison: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(log-probs (m, vocabulary), slots (m)) -> values (m)."""
-
-
-def compare(
-    outputs: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    function: Comparison,
-    *,
-    head: Head | None = None,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """(n) values of a function of distributions, and the same times `weights`, whose sum is the
-    loss. Only the second has a gradient. Both are 0 where the label is ignored."""
-    weight = bias = None
-    dtype, chunk = outputs.dtype, _chunk_of(outputs.shape[-1], outputs.dtype)
-    if head is not None:
-        weight, bias, dtype, chunk = _layer(outputs, head)
-    scale, cap = (1.0, None) if head is None else (head.scale, head.soft_cap)
-    formula = _Formula(scale, cap, temperature, entropy=False, means=False)
-    # Its gradient takes about eight times the memory of the logits.
-    comparison = _Comparison(function, formula, dtype, max(1, chunk // 8))
-    how = labelled_slots(labels), weights, comparison, torch.is_grad_enabled()
-    with torch.autocast(outputs.device.type, enabled=False):
-        values: tuple[Tensor, Tensor] = _Compared.apply(outputs, weight, bias, *how)
-    return values
-
-
-@dataclass(frozen=True, slots=True)
-class _Comparison:
-    """A function of distributions, and how these are made."""
-
-    function: Comparison
     formula: _Formula
-    dtype: torch.dtype
-    chunk: int
+    labels: Tensor
+    rows, results, shares = 6, 4, 1
 
     def run(
-        self,
-        states: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        slots: Tensor,
-        factors: Tensor,
-        gradients: _Gradients | None,
+        self, product: Tensor, part: slice, factors: Tensor | None, numbers: Tensor | None
     ) -> Tensor:
-        """The values of these slots; adds the gradient of their sum times factors."""
-        values = torch.empty_like(factors)
-        narrow = None if weight is None else weight.to(self.dtype)
-        offset = None if bias is None else bias.to(self.dtype)
-        for part in _chunks(len(slots), self.chunk):
-            product = states[part]
-            if narrow is not None:
-                product = functional.linear(product, narrow, offset)
-            with torch.set_grad_enabled(gradients is not None):
-                product = product.detach().requires_grad_(gradients is not None)
-                logits, _ = _logits(product, self.formula)
-                result = self.function(logits.log_softmax(-1), slots[part])
-                total = (result * factors[part]).sum()
-            values[part] = result.detach()
-            if gradients is not None:
-                (change,) = torch.autograd.grad(total, product)
-                gradients.add(part, change, states, narrow)
-        return values
+        per_label = [x for x in (self.labels[part], numbers, factors) if x is not None]
+        if factors is None:
+            function: Callable[..., Any] = _scores
+        else:
+            function = _scores_and_gradients if numbers is None else _logit_gradients
+        found: Tensor = _run(function, self.formula, product, *per_label)
+        return found
 
 
-class _Compared(torch.autograd.Function):  # type: ignore[misc]
-    """Hidden states, or logits, -> values of a comparison, and these times weights.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compared:
+    """A job: one number per distribution, by a function of them."""
 
-    Gradients are computed in the forward, as in `_HeadScores`.
-    """
+    formula: _Formula
+    function: Comparison
+    slots: Tensor
+    rows, results, shares = 1, 1, 8
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        slots: Tensor,
-        weights: Tensor,
-        comparison: _Comparison,
-        differentiable: bool,
-    ) -> tuple[Tensor, Tensor]:
-        states = hidden.index_select(0, slots).to(comparison.dtype)
-        wide_dtype = torch.promote_types(comparison.dtype, torch.float32)
-        factors = weights.index_select(0, slots).to(wide_dtype)
-        unit = torch.cat((factors.abs(), factors.new_full((1,), 1e-30))).amax()
-        gradients = None
-        if differentiable:
-            gradients = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
-        values = comparison.run(states, weight, bias, slots, factors / unit, gradients)
-        ctx.set_materialize_grads(False)
-        ctx.how = comparison, differentiable
-        computed = (None, None, None) if gradients is None else gradients
-        ctx.save_for_backward(hidden, weight, bias, slots, factors, unit, *computed)
-        spread = [
-            each.new_zeros(len(weights)).index_copy_(0, slots, each)
-            for each in (values, values * factors)
-        ]
-        ctx.mark_non_differentiable(spread[0])
-        return spread[0], spread[1]
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None, by_label: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, slots, factors, unit, *computed = ctx.saved_tensors
-        (comparison, differentiable), none = ctx.how, (None,) * 4
-        if by_label is None or not differentiable:
-            return (None, None, None, *none)
-        if by_label.stride(0) == 0:
-            sums = _Gradients(*computed)
-            return (*sums.results(hidden, weight, bias, slots, by_label[0] * unit), *none)
-        states = hidden.index_select(0, slots).to(comparison.dtype)
-        again = _Gradients.of(states, weight, bias, ctx.needs_input_grad[:3])
-        each = by_label.index_select(0, slots) * factors
-        comparison.run(states, weight, bias, slots, each, again)
-        return (*again.results(hidden, weight, bias, slots, None), *none)
+    def run(
+        self, product: Tensor, part: slice, factors: Tensor | None, numbers: Tensor | None
+    ) -> Tensor:
+        with torch.set_grad_enabled(factors is not None):
+            leaf = product.detach().requires_grad_(factors is not None)
+            logits, _ = _logits(leaf, self.formula)
+            result = self.function(logits.log_softmax(-1), self.slots[part])
+            if factors is not None:
+                (change,) = torch.autograd.grad((result * factors[0]).sum(), leaf)
+                none = change.new_zeros(())  # not 0 * inf
+                torch.where((factors[0] != 0)[:, None], change, none, out=product)
+        return result.detach()[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,7 +485,8 @@ class _Gradients(NamedTuple):
         )
 
     def add(self, part: slice, change: Tensor, states: Tensor, weight: Tensor | None) -> None:
-        """Add a chunk: `change` is the gradient by each of its products, or by each state."""
+        """Add a chunk: `change` is the gradient by each of its products. Without a weight, these
+        are the states, over which it is written."""
         if self.bias is not None:
             self.bias.add_(change.sum(0, dtype=self.bias.dtype))
         if self.weight is not None:
@@ -511,9 +499,7 @@ class _Gradients(NamedTuple):
                 )  # fmt: skip
             else:
                 self.weight.add_(change.T @ states[part])
-        if self.states is not None and weight is None:
-            self.states[part] = change
-        elif self.states is not None:  # last, because it overwrites the states
+        if self.states is not None and weight is not None:  # last: it overwrites the states
             torch.mm(change, weight, out=self.states[part])
 
     def results(
@@ -563,8 +549,8 @@ def _logits(product: Tensor, formula: _Formula) -> tuple[Tensor, Tensor | float]
 
 
 def _scores(product: Tensor, labels: Tensor, formula: _Formula) -> Tensor:
-    """(5, chunk): log-prob, entropy, mean log-prob, greatest logit, log of the sum relative to it,
-    from (chunk, vocabulary) products of hidden states and weights."""
+    """(6, chunk): log-prob, entropy, mean log-prob, normalizer, greatest logit, log of the sum
+    relative to it, from (chunk, vocabulary) products of hidden states and weights."""
     logits, _ = _logits(product, formula)
     greatest = logits.amax(-1)
     logits = logits - greatest[:, None]
@@ -577,20 +563,20 @@ def _scores(product: Tensor, labels: Tensor, formula: _Formula) -> Tensor:
     if formula.means:
         means = logits.mean(-1) - log_sum
     log_probs = logits.gather(-1, labels[:, None])[:, 0] - log_sum
-    return torch.stack((log_probs, entropy, means, greatest, log_sum))
+    return torch.stack((log_probs, entropy, means, greatest + log_sum, greatest, log_sum))
 
 
 def _logit_gradients(
     product: Tensor, labels: Tensor, scores: Tensor, of_scores: Tensor, formula: _Formula
-) -> None:
-    """The gradient by each product, (chunk, vocabulary), written over the products.
+) -> Tensor:
+    """The scores; the gradient by each product, (chunk, vocabulary), is written over the products.
 
     By each logit z, with p its probability:
 
     log-prob of y: [z is y] - p      mean log-prob: 1 / vocabulary - p
     entropy H: -p (log p + H)        normalizer: p
     """
-    _, entropy, _, greatest, log_sum = scores[:, :, None]
+    _, entropy, _, _, greatest, log_sum = scores[:, :, None]
     of_log_prob, of_entropy, of_mean, of_normalizer = of_scores[:, :, None]
     logits, slope = _logits(product, formula)
     log_probs = logits - greatest - log_sum
@@ -603,17 +589,14 @@ def _logit_gradients(
     columns = torch.arange(logits.shape[-1], device=labels.device)
     change = change + torch.where(columns == labels[:, None], of_log_prob, 0.0)
     product.copy_(change * slope)
+    return scores
 
 
 def _scores_and_gradients(
     product: Tensor, labels: Tensor, factors: Tensor, formula: _Formula
 ) -> Tensor:
-    """`_scores`; the gradient of log-probs and means times factors is written over the products."""
-    scores = _scores(product, labels, formula)
-    none = torch.zeros_like(factors[0])
-    of_scores = torch.stack((factors[0], none, factors[1], none))
-    _logit_gradients(product, labels, scores, of_scores, formula)
-    return scores
+    """`_scores`; the gradient of their sum times factors is written over the products."""
+    return _logit_gradients(product, labels, _scores(product, labels, formula), factors, formula)
 
 
 _COMPILED = {"cuda"}  # devices

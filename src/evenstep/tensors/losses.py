@@ -306,7 +306,8 @@ class PerSequence:
 
     def _outcome(self, outputs: Tensor, view: View) -> tuple[Tensor, dict[str, Metric]]:
         outcome = self.function(outputs, view)
-        return (outcome, {}) if isinstance(outcome, Tensor) else (outcome[0], dict(outcome[1]))
+        values, metrics = (outcome, {}) if isinstance(outcome, Tensor) else outcome
+        return wide(values), dict(metrics)  # so that 16-bit sums are not rounded
 
 
 # Losses of single tokens -----------------------------------------------------------------------
@@ -551,7 +552,7 @@ def value_loss(*, clip: float | None = 0.2) -> PerSequence:
         metrics: dict[str, Any] = {"value": value, "value_error": error}
         if clip is not None:
             old = _extra(view, counts, "old_values")
-            near = torch.maximum(torch.minimum(value, old + clip), old - clip)
+            near = value.clamp(old - clip, old + clip)
             far = (near - target).square()
             metrics["clipped"] = far > error
             error = torch.maximum(error, far)

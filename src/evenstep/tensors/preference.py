@@ -62,9 +62,7 @@ def _pair_tiles(view: View) -> Tensor:
             "a loss of pairs cannot run on one sequence at a time. Call it on the batch, not "
             "through looped()."
         )
-    if (
-        view.source.exchange is not None
-    ):  # on all ranks of the wave, which would wait for each other
+    if view.source.exchange is not None:  # on all ranks, which would wait for each other
         raise InputError(
             "ranks share a sample in this wave, so a loss of pairs cannot run: a rank has parts of "
             "sequences. Plan without sharing and context parallelism."

@@ -104,7 +104,7 @@ def sdpa_mask(
     >>> sdpa_mask(batch)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
-    bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
+    bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch, causal)
     seen = _mask_mod(bounds, *visible(bounds, causal, window), window)
     row = torch.arange(bounds.rows, device=bounds.cu_seqlens.device)[:, None, None]
     slot = torch.arange(bounds.width, device=row.device)
@@ -122,7 +122,7 @@ def block_mask(
 
         flex_attention(q, k, v, block_mask=block_mask(batch))
     """
-    bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch)
+    bounds = batch if isinstance(batch, Boundaries) else Boundaries.of(batch, causal)
     slots = visible(bounds, causal, window)
     first, last = map(_extremes, slots)
     begin = torch.arange(divided_up(bounds.width, BLOCK), device=slots[0].device) * BLOCK
@@ -197,8 +197,7 @@ class Call:
     """q, k and v, where segments begin and end, and what the softmax does.
 
     k and v have the rows and width of q, and behind them what `bounds.received` from other ranks. A
-    backend gathers the keys of `bounds.index`; without an index, k and v have those of
-    `bounds.keys`, which are q's unless segments see others.
+    backend gathers the keys of `bounds.index`, if segments see others.
 
     softcap  scores become softcap * tanh(scores / softcap), before masking
     sinks    (heads) one logit per query head that joins the denominator of the softmax
@@ -219,11 +218,10 @@ class Call:
     def __post_init__(self) -> None:
         check_window(self.window)
         q, k, v = self.q, self.k, self.v
-        keys = self.bounds.keys if self.bounds.index is None else self.bounds
-        shapes = [(self.bounds.rows, self.bounds.width), (keys.rows, keys.width)]
-        if keys.received:
-            shapes[1] = (1, keys.rows * keys.width + keys.received)
-        for name, tensor, shape in (("q", q, shapes[0]), ("k", k, shapes[1]), ("v", v, shapes[1])):
+        own = seen = (self.bounds.rows, self.bounds.width)
+        if self.bounds.received:
+            seen = (1, own[0] * own[1] + self.bounds.received)
+        for name, tensor, shape in (("q", q, own), ("k", k, seen), ("v", v, seen)):
             if tensor.ndim != 4 or (tensor.shape[0], tensor.shape[2]) != shape:
                 raise InputError(
                     f"{name} has shape {tuple(tensor.shape)}, but the batch has {shape[0]} rows "
@@ -269,26 +267,27 @@ def scaled(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
 
 def explicit(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """The same from the scores themselves, with a soft cap and sinks, in float32 or wider."""
-    # (rows, heads, queries, dim) -> (rows, kv heads, shared, queries, dim)
-    query = wide(q).unflatten(1, (k.shape[1], call.shared))
-    key, value = (wide(tensor).unsqueeze(2) for tensor in (k, v))
-    scores = (query * call.scaling) @ key.transpose(-1, -2)
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if mask is None and call.causal:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        mask = mask.unsqueeze(1) if mask.ndim == 4 else mask
-        scores = scores.masked_fill(~mask, -torch.inf)
-    if call.sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        sinks = call.sinks.to(scores).view(1, k.shape[1], call.shared, 1, 1)
-        both = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
-        weights = both.softmax(-1)[..., :-1]
-    if call.dropout:
-        weights = functional.dropout(weights, call.dropout)
-    return (weights @ value).flatten(1, 2).to(v.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        # (rows, heads, queries, dim) -> (rows, kv heads, shared, queries, dim)
+        query = wide(q).unflatten(1, (k.shape[1], call.shared))
+        key, value = (wide(tensor).unsqueeze(2) for tensor in (k, v))
+        scores = (query * call.scaling) @ key.transpose(-1, -2)
+        if call.softcap is not None:
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        if mask is None and call.causal:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            mask = mask.unsqueeze(1) if mask.ndim == 4 else mask
+            scores = scores.masked_fill(~mask, -torch.inf)
+        if call.sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            sinks = call.sinks.to(scores).view(1, k.shape[1], call.shared, 1, 1)
+            both = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+            weights = both.softmax(-1)[..., :-1]
+        if call.dropout:
+            weights = functional.dropout(weights, call.dropout)
+        return (weights @ value).flatten(1, 2).to(v.dtype)
 
 
 def _segments(call: Call) -> Tensor:
@@ -461,11 +460,7 @@ def refusal(name: str, call: Call) -> str | None:
             return "requires head dimensions of at least 16"
         if cuda and q.dtype == torch.float64:
             return "supports single and half precision only"
-    if (
-        bounds.seen is not None
-        and name != "segments"
-        and (name == "causal" or bounds.index is None)
-    ):
+    if name == "causal" and bounds.seen is not None:
         return "supports no segment that sees another one"
     if name in ("flex", "mask") and bounds.received:
         return "supports no keys of other ranks"
@@ -509,6 +504,11 @@ def attention(
     >>> attention(q, k, v, batch)[0, 0, :, 0].tolist()  # the third token attends to itself only
     [1.0, 2.0, 7.0]
     """
+    if batch.tree is not None and not causal:
+        raise ConfigError(
+            "samples share prefixes in this batch, whose tokens see only those before them, but "
+            "this layer is not causal. Plan without prefixes."
+        )
     if batch.exchange is not None:
         if backend in ("flex", "causal", "mask"):  # on all ranks, which would wait for each other
             raise ConfigError(
@@ -516,9 +516,9 @@ def attention(
                 f"samples in this wave. Use None to select one automatically."
             )
         k, v = batch.exchange.join(k, v, causal)
-    call = Call(q, k, v, Boundaries.of(batch), causal, window, scale, softcap, sinks)
+    call = Call(q, k, v, Boundaries.of(batch, causal), causal, window, scale, softcap, sinks)
     if backend is None:
-        return BACKENDS[choose(call)](call)
+        return attend(call)
     if backend not in BACKENDS:
         raise ConfigError(
             f"unknown attention backend {backend!r}; expected one of: {', '.join(BACKENDS)}, or "

@@ -129,6 +129,15 @@ def sum_rows(rows: Tensor, index: Tensor, count: int) -> Tensor:
     return sums.to(rows.dtype).unflatten(1, rows.shape[1:])
 
 
+def refuse_second_derivative() -> None:
+    """Raise in the backward of a function whose gradients have no graph of their own."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise ConfigError(
+            "gradients of a head, and of sums over ranks, cannot be differentiated again, but "
+            "create_graph=True asks for it. Compute the loss from logits, on one rank."
+        )
+
+
 class SumOverRanks(torch.autograd.Function):  # type: ignore[misc]
     """The sum of a tensor over ranks; so is that of its gradients."""
 
@@ -139,4 +148,5 @@ class SumOverRanks(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivative()
         return ctx.ranks.all_reduce_sum(gradient.clone()).to(gradient.device), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -70,6 +71,12 @@ def assert_same_gradient(
             f"run left no gradient in the model's parameters ({first}). Let it call backward, and "
             f"not zero_grad."
         )
+    broken = [name for name, each in found[first].items() if not bool(each.isfinite().all())]
+    if broken:
+        raise InputError(
+            f"run left a gradient that is not finite in {broken[0]} ({first}), which cannot be "
+            f"compared. Use samples and weights whose loss and gradient are finite."
+        )
     again = _gradients(run, model, (recipes or LAYOUTS)[first])
     if max(errors_of_parameters(again, found[first]).values()) > tolerance:
         raise InputError(
@@ -83,22 +90,26 @@ def assert_same_gradient(
 
 def errors_of_parameters(found: Gradients, expected: Gradients) -> dict[str, float]:
     """By parameter, the largest difference of its gradient, relative to the largest entry of the
-    expected one; infinite if anything is not finite.
+    expected one; infinite if either is not finite.
 
     >>> one, other = {"a": torch.tensor([4.0, 1.0])}, {"a": torch.tensor([4.0, 2.0])}
     >>> errors_of_parameters(one, other)
     {'a': 0.25}
     """
     scales = {name: _largest(gradient) for name, gradient in expected.items()}
-    least = max(_LEAST * max(scales.values()), 1e-30)
+    finite = [scale for scale in scales.values() if scale < math.inf]
+    least = max(_LEAST * max(finite, default=0.0), 1e-30)
     return {
         name: _largest(found[name] - gradient) / max(scales[name], least)
+        if scales[name] < math.inf
+        else math.inf
         for name, gradient in expected.items()
     }
 
 
 def _largest(values: Tensor) -> float:
-    return float(values.abs().max().nan_to_num(torch.inf)) if values.numel() else 0.0
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    return math.inf if math.isnan(largest) else largest
 
 
 def _gradients(run: Callable[[Recipe], Any], model: nn.Module, recipe: Recipe) -> Gradients:

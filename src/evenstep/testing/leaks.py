@@ -22,6 +22,7 @@ from evenstep.core.text import seed_number
 from evenstep.errors import EvenstepError, InputError
 from evenstep.tensors.batch import Batch, Extra, RaggedTensor
 from evenstep.tensors.collate import Collator
+from evenstep.testing.gradients import Gradients, errors_of_parameters
 
 Model: TypeAlias = Callable[[Batch], Tensor]
 
@@ -93,6 +94,11 @@ def find_leaks(
     >>> print(*find_leaks(leaky, batch, vocab=10), sep="")
     changing segment 0 moved the outputs of 1 by 5.0e-01
     """
+    if batch.keys is not None:
+        raise InputError(
+            "segments of this batch see others, by a shared prefix or on other ranks, so changes "
+            "of one must move others. Plan without prefixes, sharing and context parallelism."
+        )
     if module is None and isinstance(model, nn.Module):
         module = model
     probe = _Probe(model, batch, module, vocab, tolerance, seed, keep_tokens)
@@ -165,11 +171,18 @@ class _Probe:
                 "the model returns infinite or NaN outputs for real tokens. Look for fully masked "
                 "rows in an attention mask."
             )
-        if self._moved(again - base, self.real):
+        difference = (again - base)[self.real].abs()
+        if not bool((difference <= self.tolerance * self.scale).all()):
             raise InputError(
                 "the model returns different outputs for the same batch. Turn off randomness, for "
                 "example with model.eval()."
             )
+
+    @property
+    def scale(self) -> Tensor:
+        """The largest output of a real token."""
+        real = self.base[self.real]
+        return real.abs().max() if real.numel() else real.new_zeros(())
 
     def segments(self) -> Iterator[int]:
         """All segments to change in turn, and padding if there is any."""
@@ -178,38 +191,38 @@ class _Probe:
             yield PADDING
 
     def outputs(self, segment: int) -> Leak | None:
-        """Change the segment and compare the outputs of others."""
+        """Change the tokens of the segment and compare the outputs of others."""
         others = self._others(segment)
-        changed = self._change(segment)
-        with torch.no_grad():
-            difference = self.model(changed) - self.base
-        if not self._moved(difference, others):
-            return None
-        size = difference.abs().flatten(2).amax(2)
-        scale = self.base[self.real].abs().max()
-        moved = self.batch.segment_ids[others & (size > self.tolerance * scale)].unique()
-        by = float(size[others].max() / scale)
-        layer = self._locate(changed, others, others)
-        return Leak(segment, tuple(moved.tolist()), "outputs", by, *layer)
+        return self._compared(segment, "tokens", others, self._change(segment), others)
 
     def lengths(self, segment: int) -> Leak | None:
         """Shorten and lengthen the segment and compare the outputs of others."""
         others = self._others(segment)
         if not others.any():
             return None
-        scale = self.base[self.real].abs().max()
-        for tokens in self._resized(segment):
-            found = relaid(self.batch, segment, tokens)
-            with torch.no_grad():
-                size = (self.model(found.batch)[found.others] - self.base[others]).abs()
-            size = size.flatten(1).amax(1)
-            if not bool((size <= self.tolerance * scale).all()):
-                moved = self.batch.segment_ids[others][size > self.tolerance * scale].unique()
-                layer = self._locate(found.batch, others, found.others)
-                by = float(size.max() / scale)
-                leak = Leak(segment, tuple(moved.tolist()), "outputs", by, *layer)
-                return replace(leak, change="length")
-        return None
+        changes = (relaid(self.batch, segment, tokens) for tokens in self._resized(segment))
+        leaks = (self._compared(segment, "length", others, c.batch, c.others) for c in changes)
+        return next((leak for leak in leaks if leak is not None), None)
+
+    def _compared(
+        self,
+        segment: int,
+        change: Literal["tokens", "length"],
+        others: Tensor,
+        changed: Batch,
+        changed_slots: Tensor,
+    ) -> Leak | None:
+        """Whether outputs of these slots differ in the changed batch, where they may be others."""
+        with torch.no_grad():
+            difference = self.model(changed)[changed_slots] - self.base[others]
+        size, limit = difference.abs().flatten(1).amax(1), self.tolerance * self.scale
+        moves = ~(size <= limit)  # also if it is NaN
+        if not moves.any():
+            return None
+        moved = tuple(self.batch.segment_ids[others][moves].unique().tolist())
+        layer = self._locate(changed, others, changed_slots)
+        leak = Leak(segment, moved, "outputs", float(size.max() / self.scale), *layer)
+        return replace(leak, change=change)
 
     def _resized(self, segment: int) -> Iterator[Tensor]:
         """The tokens of a segment cut to one, but with all kept tokens; then continued to twice
@@ -227,22 +240,23 @@ class _Probe:
         """Change the segment and compare the parameters' gradients of the outputs of others."""
         others = self._others(segment)
         base, changed = (self._gradient(b, others) for b in (self.batch, self._change(segment)))
-        scale = max((g.abs().max() for g in base), default=torch.tensor(0.0))
-        move = max(((a - b).abs().max() for a, b in zip(base, changed, strict=True)), default=scale)
-        if not scale or move <= self.tolerance * scale:
+        move = max(errors_of_parameters(changed, base).values(), default=0.0)
+        if move <= self.tolerance:
             return None
         moved = tuple(self.batch.segment_ids[others].unique().tolist())
-        return Leak(segment, moved, "gradients", float(move / scale))
+        return Leak(segment, moved, "gradients", move)
 
-    def _gradient(self, batch: Batch, slots: Tensor) -> list[Tensor]:
+    def _gradient(self, batch: Batch, slots: Tensor) -> Gradients:
         assert self.module is not None
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         with torch.enable_grad():
             total = (self.model(batch) * self.weights)[slots].sum()
         if not parameters or not total.requires_grad:
-            return []
-        found = torch.autograd.grad(total, parameters, allow_unused=True)
-        return [g.detach() for g in found if g is not None and g.numel()]
+            return {}
+        found = torch.autograd.grad(
+            total, [*parameters.values()], allow_unused=True, materialize_grads=True
+        )
+        return dict(zip(parameters, found, strict=True))
 
     def _slots(self, segment: int) -> Tensor:
         return ~self.real if segment == PADDING else self.real & (self.batch.segment_ids == segment)
@@ -257,12 +271,6 @@ class _Probe:
         place = torch.searchsorted(self.choices, tokens) + shift.to(self.batch.device)
         changes = self._slots(segment) & ~torch.isin(tokens, self.kept)
         return replace(self.batch, tokens=torch.where(changes, self.choices[place % count], tokens))
-
-    def _moved(self, difference: Tensor, slots: Tensor) -> bool:
-        if not slots.any():
-            return False
-        scale = self.base[self.real].abs().max()
-        return not bool((difference[slots].abs() <= self.tolerance * scale).all())
 
     # Locating the layer --------------------------------------------------------------------------
 
