@@ -53,9 +53,11 @@ def settings(out: Path, paths: str, **changes: Any) -> Settings:
     whole: dict[str, Any] = {"recipe": recipe, "data": Corpus(paths=paths)}
     for name, given in parts.items():
         change = changes.pop(name, {})
-        if name == "model" and "path" in change:
-            given = {}  # its config has the sizes
-        whole[name] = PARTS[name](**given | change) if isinstance(change, dict) else change
+        if not isinstance(change, dict):
+            whole[name] = change
+            continue
+        base = {} if "path" in change else given  # the config of a path has the sizes
+        whole[name] = PARTS[name](**base | change)
     return Settings(**whole | changes)
 
 
