@@ -115,24 +115,6 @@ class Columns:
                 self._refuse_value(key, at, value)
         return tensors
 
-    def converted(self, key: str, values: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Values in this dtype. Fractions may be rounded; raises where anything else changes."""
-        converted = [value.to(dtype) for value in values]
-        rounds = dtype.is_floating_point or dtype.is_complex
-        changes = [
-            value.dtype not in (dtype, torch.bool) and not (rounds and value.is_floating_point())
-            for value in values
-        ]
-        for at in np.flatnonzero(changes).tolist():
-            value = values[at]
-            changed = value.double() != converted[at].double()
-            if bool(changed.any()):
-                raise InputError(
-                    f"sample {self._name(at)} has {value[changed][0].item():.15g} in {key!r}, "
-                    f"which {dtype} cannot hold. Declare another Extra(dtype=...)."
-                )
-        return converted
-
     def slots(
         self,
         key: str,
@@ -233,7 +215,9 @@ class Columns:
 
     def extra(self, name: str, extra: Extra) -> Tensor | RaggedTensor:
         """A declared extra in the layout that it declares."""
-        values = self.converted(name, self.tensors(name, self.required(name)), extra.dtype)
+        values = self.tensors(name, self.required(name))
+        if not all(_holds(extra.dtype, kind) for kind in {value.dtype for value in values}):
+            self._check_held(name, values, extra.dtype)
         if extra.aligned != "token" or extra.shape:
             first = 0 if extra.aligned == "sequence" else 1  # dimension of one entry
             for at, value in enumerate(values):
@@ -248,9 +232,10 @@ class Columns:
             return spread.view(self.micro.rows, self.micro.width, *extra.shape)
         nothing = torch.empty((0, *extra.shape), dtype=extra.dtype)
         if extra.aligned == "sequence":
-            return torch.stack(values) if values else nothing
+            return torch.stack(values).to(extra.dtype) if values else nothing
         counts = np.array([len(value) for value in values], np.int64)
-        return RaggedTensor(torch.cat((nothing, *values)), torch.from_numpy(offsets_of(counts)))
+        joined = torch.cat((nothing, *(value.to(extra.dtype) for value in values)))
+        return RaggedTensor(joined, torch.from_numpy(offsets_of(counts)))
 
     # Errors ------------------------------------------------------------------------------------
 
@@ -265,6 +250,21 @@ class Columns:
                     f"sample {self._name(at)} has {key!r} of type {kind}; expected integers. Pass "
                     f"an integer tensor."
                 )
+
+    def _check_held(self, key: str, values: list[Tensor], dtype: torch.dtype) -> None:
+        """Raise unless a dtype holds all values; fractions may be rounded."""
+        flat = [value.reshape(-1) for value in values]
+        if len({value.dtype for value in flat}) > 1:
+            flat = [value.double() for value in flat]
+        joined = torch.cat(flat)
+        changed = joined.double() != joined.to(dtype).double()
+        if bool(changed.any()) and not (joined.is_floating_point() and dtype.is_floating_point):
+            first = int(changed.nonzero()[0, 0])
+            at = int(np.searchsorted(np.cumsum([len(value) for value in flat]), first, "right"))
+            raise InputError(
+                f"sample {self._name(at)} has {joined[first].item():.15g} in {key!r}, which "
+                f"{dtype} cannot hold. Declare another Extra(dtype=...)."
+            )
 
     def _refuse_mask(
         self, key: str, masks: list[Tensor], allowed: tuple[int, ...], why: str
@@ -300,9 +300,19 @@ def _tensor(value: Any) -> Tensor:
     read-only ones (mapped files), reversed ones, and those of another byte order."""
     # Via numpy, because torch would convert Python floats to single precision.
     array = np.asarray(value)
-    if not array.flags.writeable or not array.dtype.isnative or min(array.strides, default=0) < 0:
-        array = array.astype(array.dtype.newbyteorder("="), order="C")
-    return torch.from_numpy(array)
+    try:
+        if array.flags.writeable:
+            return torch.from_numpy(array)
+    except (TypeError, ValueError):
+        pass
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+
+
+def _holds(dtype: torch.dtype, kind: torch.dtype) -> bool:
+    """Whether a dtype holds the values of another one, but for fractions."""
+    if dtype.is_floating_point or dtype.is_complex or kind == torch.bool:
+        return kind.is_floating_point or kind in (dtype, torch.bool)
+    return kind == dtype or (dtype == torch.int64 and not kind.is_floating_point)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
