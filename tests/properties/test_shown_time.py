@@ -31,7 +31,7 @@ from evenstep.errors import ConfigError, EvenstepError
 from evenstep.report import Entry, advice
 from evenstep.testing import Case, cases
 from tests.examples import examples
-from tests.internals import IntArray, Problem, Units, step_module, step_times, timelines
+from tests.internals import IntArray, Problem, step_module, step_times, timelines
 
 
 @st.composite
@@ -109,8 +109,8 @@ def planned(case: Case) -> tuple[Plan, list[float] | None]:
 
         return decided
 
-    def of_ranks(units: Units, recipe: Recipe, layout: Any, aligned: IntArray, _: Any) -> Problem:
-        return Problem(recipe, units, aligned, units.count)
+    def of_ranks(problem: Problem, *_: Any) -> Problem:
+        return problem
 
     def of_step(problem: Problem, *_: Any) -> Problem | None:
         one_rank = problem.cut and problem.recipe.equal_sizes  # `of_ranks` has the whole step
