@@ -202,7 +202,8 @@ def _outputs(
                 f"experts whose forward takes output_router_logits."
             )
         slots = batch.rows * batch.width
-        if any(layer.ndim == 2 and len(layer) != slots for layer in results.router_logits):
+        layers = [layer for layer in results.router_logits if isinstance(layer, Tensor)]
+        if any(layer.ndim == 2 and len(layer) != slots for layer in layers):
             raise ConfigError(
                 f"{traits.name} computes its router logits inside of layers that run on rows of "
                 f"one segment each, so they are not those of the packed row. Use outputs='logits'."
