@@ -193,9 +193,11 @@ def _outputs(
             return {"hidden": model(**kwargs).last_hidden_state}
         return {"hidden": _hidden(model, batch, layer, kwargs)}
     tensors: dict[str, Tensor] = {}
+    results: Any = None
     if outputs == "router_logits":
         taken = traits.takes_any or "output_router_logits" in traits.parameters
-        results = model(**kwargs, output_router_logits=True) if taken else None
+        if taken:
+            results = model(**kwargs, output_router_logits=True)
         if getattr(results, "router_logits", None) is None:
             raise ConfigError(
                 f"{traits.name} returns no router logits. Use outputs='logits', or a mixture of "
