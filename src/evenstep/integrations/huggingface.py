@@ -193,16 +193,19 @@ def _outputs(
             return {"hidden": model(**kwargs).last_hidden_state}
         return {"hidden": _hidden(model, batch, layer, kwargs)}
     tensors: dict[str, Tensor] = {}
+    results: Any = None
     if outputs == "router_logits":
         taken = traits.takes_any or "output_router_logits" in traits.parameters
-        results = model(**kwargs, output_router_logits=True) if taken else None
+        if taken:
+            results = model(**kwargs, output_router_logits=True)
         if getattr(results, "router_logits", None) is None:
             raise ConfigError(
                 f"{traits.name} returns no router logits. Use outputs='logits', or a mixture of "
                 f"experts whose forward takes output_router_logits."
             )
         slots = batch.rows * batch.width
-        if any(layer.ndim == 2 and len(layer) != slots for layer in results.router_logits):
+        layers = [layer for layer in results.router_logits if isinstance(layer, Tensor)]
+        if any(layer.ndim == 2 and len(layer) != slots for layer in layers):
             raise ConfigError(
                 f"{traits.name} computes its router logits inside of layers that run on rows of "
                 f"one segment each, so they are not those of the packed row. Use outputs='logits'."
