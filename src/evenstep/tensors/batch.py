@@ -834,7 +834,7 @@ class View:
 
     def sum_by_segment(self, values: Tensor) -> Tensor:
         """(n, ...) values -> sums per segment; in a view of all slots, per tile. 16-bit values are
-        summed in float32.
+        summed in float32, integers and bools in int64.
 
         Where ranks share a sample, its sum over all of them, with gradients. Then every rank of the
         wave must call it.
@@ -849,8 +849,8 @@ class View:
                 "sum_by_segment needs whole sequences, but this view is of a batch shard. Join the "
                 "outputs of all ranks first, or use a function of single tokens."
             )
-        if values.is_floating_point():
-            values = values.to(torch.promote_types(values.dtype, torch.float32))
+        kind = torch.float32 if values.is_floating_point() else torch.int64
+        values = values.to(torch.promote_types(values.dtype, kind))
         count = 1 if self.tile is not None else len(self.source.seqlens)
         sums = values.new_zeros((count, *values.shape[1:]))
         return sums.index_add(0, self.segment_ids, values)

@@ -160,8 +160,8 @@ def score(
     if not wanted:
         nll = functional.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
         return Scores(-nll, nothing, nothing, nothing, outputs.dtype)
-    all_log_probs = logits.log_softmax(-1)
-    log_probs = all_log_probs.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    all_log_probs, counts = logits.log_softmax(-1), labels != IGNORE_INDEX
+    log_probs = all_log_probs.gather(-1, torch.where(counts, labels, 0)[:, None])[:, 0]
     if "entropy" in wanted:
         # A token of probability 0 adds 0, not 0 * -inf.
         finite = all_log_probs.masked_fill(all_log_probs == -torch.inf, 0.0)
@@ -170,7 +170,7 @@ def score(
         mean = all_log_probs.mean(-1)
     if "log_normalizer" in wanted:
         normalizer = logits.logsumexp(-1)
-    counts, every = labels != IGNORE_INDEX, (log_probs, entropy, mean, normalizer)
+    every = (log_probs, entropy, mean, normalizer)
     log_probs, entropy, mean, normalizer = (torch.where(counts, each, nothing) for each in every)
     return Scores(log_probs, entropy, mean, normalizer, outputs.dtype)
 
