@@ -76,21 +76,31 @@ def rings(plan: Plan) -> float:
 def least_time(setting: Setting, lengths: Any) -> float:
     """A bound below the priced time of any plan that shares, over the ideal plus one exchange.
 
-    Proof. Let a plan take X and one exchange. No part costs more than X, so the parts of a sample,
-    from its end on, begin no earlier than if each cost exactly X. A part receives the tokens before
-    it, and a rank's price is at least that of what it receives, so X is at least f(X): the ideal
-    and the price of all tokens received so, divided by the ranks. As f falls, an even number of
-    its applications to the ideal stays below X.
+    Proof. Let a plan take X and one exchange. The k-th part of a sample from its end, from s to e,
+    is sent to k others and receives s tokens, so its work and the price of the larger of k (e - s)
+    and s are at most X. This grows with e and falls with s, so parts begin no earlier than if each
+    cost exactly X so. A rank's price is at least that of what it receives, so X is at least f(X):
+    the ideal and the price of all tokens received so, divided by the ranks. As f falls, an even
+    number of its applications to the ideal stays below X.
     """
     cost, ranks = PRICED[setting.cost], setting.ranks
     ideal = least = float(cost.of_lengths(lengths).sum()) / ranks
+
+    def start(work: Any, slope: float) -> Any:
+        """Where tokens with this work end, if one costs `slope` and its pairs."""
+        work = np.maximum(work, 0.0)
+        return 2 * work / (slope + np.sqrt(slope**2 + 4 * cost.per_pair * work))
+
     for _ in range(30):
-        end, received = lengths.astype(np.float64), 0.0
+        end, received, parts = lengths.astype(np.float64), 0.0, 0
         while len(end):
             work = cost.per_token * end + cost.per_pair * end**2 - least
-            work = work[work > 0]
-            root = np.sqrt(cost.per_token**2 + 4 * cost.per_pair * work)
-            end = 2 * work / (cost.per_token + root)
+            sent = cost.moved * parts
+            end = np.maximum(
+                start(work, cost.per_token - cost.moved),
+                start(work + sent * end, cost.per_token + sent),
+            )
+            end, parts = end[end > 0], parts + 1
             received += float(end.sum())
         least = ideal + cost.moved * received / ranks
     return (least + cost.exchange) / (ideal + cost.exchange)

@@ -35,7 +35,8 @@ from evenstep.planning.units import Units
 _LEVEL = 1.0003  # loads over their mean that are level
 _OVER = 1.02  # loads over the level that a part is divided to avoid
 _WORTH = 0.1  # of the level is worth a part
-_LOOK = 8  # ranks that are asked for room
+_LOOK = 64  # ranks that are asked for room
+_ATTEMPTS = 4  # levels that are tried: half of them until the level stays, all until units fit
 _CLOSE = 1.0005  # times over another that are as good
 
 
@@ -58,19 +59,25 @@ def share_wave(
     """(the load of the slowest rank, the parts) of a wave with these units, dearest first.
 
     Parts are columns: unit, start, end, rank. The load is infinite and there are no parts if units
-    do not fit.
+    do not fit. The level is what each rank has to do. Lengths 9 2 2 1 on 3 ranks, where a token
+    costs 1 + 2 x those before it (81 4 4 1 in all), so that the level is 30:
+
+    peel     9 -> 8-9 | 6-8 | 0-6      17 or 28, not more than the level; 36 are left
+    place    36 | 28 1 | 17 4 4        the dearest first, on the least loaded rank
+    level    0-5 | 5-8 1 | 8-9 2 2     exchange whole units, or cut what starts at 0
     """
     n, limits = size.shape[0], caps.shape[0]
     most = n + 6 * ranks + 8
     columns = np.empty((6, most), np.int64)
     unit_of, start, end, rank_of = columns[0], columns[1], columns[2], columns[3]
-    later, after = columns[4], columns[5]  # parts it is sent to, the next part on the same rank
+    later, after = columns[4], columns[5]  # parts it is sent to; the next part on the same rank
+    value = np.empty(most)  # what a part costs; on each rank, the next part costs as much or more
     first = np.empty(ranks, np.int64)
     used, sent, received = np.empty(ranks, np.int64), np.empty(ranks), np.empty(ranks)
     work, load, held = np.empty(ranks), np.empty(ranks), np.empty((ranks, limits))
     parts_of, cuts = np.empty(n, np.int64), np.empty(ranks + 1, np.int64)
     heap, aside = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
-    items, item_cost = np.empty(n, np.int64), np.empty(n)
+    heads, head_cost = np.empty(n, np.int64), np.empty(n)
     count = np.zeros(1, np.int64)
 
     def price(s: int, e: int) -> float:
@@ -79,22 +86,22 @@ def share_wave(
 
     def boundary(e: int, behind: int, load: float) -> int:
         """Where a part begins that ends at e, is sent to `behind` parts, and loads its rank so."""
-        value = per_token * e + per_pair * e * e + per_segment - load
+        level = per_token * e + per_pair * e * e + per_segment - load
         latest = 0.0
-        for slope, level in (
-            (per_token - per_moved, value),
-            (per_token + per_moved * behind, value + per_moved * behind * e),
+        for slope, root_of in (
+            (per_token - per_moved, level),
+            (per_token + per_moved * behind, level + per_moved * behind * e),
         ):
-            root = slope * slope + 4 * per_pair * level
-            if level > 0 and root > 0 and slope + np.sqrt(root) > 0:
-                latest = max(latest, 2 * level / (slope + np.sqrt(root)))
+            root = slope * slope + 4 * per_pair * root_of
+            if root_of > 0 and root > 0 and slope + np.sqrt(root) > 0:
+                latest = max(latest, 2 * root_of / (slope + np.sqrt(root)))
         return int(min(np.round(latest / unit) * unit, float(e)))
 
     def round_up(x: int) -> int:
         return (x + unit - 1) // unit * unit
 
-    def measure(r: int) -> None:
-        load[r] = work[r] + per_moved * max(sent[r], received[r])
+    def is_whole(at: int) -> bool:
+        return bool(later[at] == 0 and start[at] == 0)
 
     def fits(u: int, s: int, e: int, r: int) -> bool:
         """Whether rank r has room for tokens s to e of a unit."""
@@ -116,21 +123,35 @@ def share_wave(
                 return False
         return True
 
-    def put(at: int, r: int) -> None:
-        """Put part `at` on rank r."""
-        u, s, e = unit_of[at], start[at], end[at]
-        rank_of[at], after[at], first[r] = r, first[r], at
-        used[r] += e - s
-        work[r] += cost[u] if s == 0 and e == size[u] else price(s, e)
-        received[r] += s
-        sent[r] += (e - s) * later[at]
+    def count_part(at: int, r: int, sign: int) -> None:
+        """Add what a part takes to its rank (sign 1), or subtract it (-1)."""
+        s, length = start[at], end[at] - start[at]
+        used[r] += sign * length
+        work[r] += sign * value[at]
+        received[r] += sign * s
+        sent[r] += sign * length * later[at]
         for d in range(limits):
-            held[r, d] += extra[u, d]
-        measure(r)
+            held[r, d] += sign * extra[unit_of[at], d]
+        load[r] = work[r] + per_moved * max(sent[r], received[r])
+
+    def put(at: int, r: int) -> None:
+        """Put part `at` on rank r, before the parts that cost more."""
+        u, s, e = unit_of[at], start[at], end[at]
+        value[at] = cost[u] if s == 0 and e == size[u] else price(s, e)
+        rank_of[at] = r
+        before, following = -1, first[r]
+        while following >= 0 and value[following] < value[at]:
+            before, following = following, after[following]
+        after[at] = following
+        if before < 0:
+            first[r] = at
+        else:
+            after[before] = at
+        count_part(at, r, 1)
 
     def take(at: int) -> None:
         """Take part `at` from its rank."""
-        r, u, s, e = rank_of[at], unit_of[at], start[at], end[at]
+        r = rank_of[at]
         if first[r] == at:
             first[r] = after[at]
         else:
@@ -138,13 +159,7 @@ def share_wave(
             while after[before] != at:
                 before = after[before]
             after[before] = after[at]
-        used[r] -= e - s
-        work[r] -= cost[u] if s == 0 and e == size[u] else price(s, e)
-        received[r] -= s
-        sent[r] -= (e - s) * later[at]
-        for d in range(limits):
-            held[r, d] -= extra[u, d]
-        measure(r)
+        count_part(at, r, -1)
 
     def add(u: int, s: int, e: int, behind: int) -> int:
         """A new part, which is sent to `behind` others."""
@@ -162,27 +177,24 @@ def share_wave(
         return False
 
     def cut(at: int, x: int, r: int) -> None:
-        """Divide part `at` at token x; its end goes to rank r."""
-        old, e = rank_of[at], end[at]
-        take(at)
-        new = add(unit_of[at], x, e, later[at])
+        """Divide part `at`, which is on no rank, at token x; its end goes to rank r."""
+        u = unit_of[at]
+        put(add(u, x, end[at], later[at]), r)
         end[at] = x
         later[at] += 1
-        parts_of[unit_of[at]] += 1
-        put(at, old)
-        put(new, r)
+        parts_of[u] += 1
 
-    def split(u: int, level: float, free: int) -> int:
+    def peel(u: int, level: float, free: int) -> int:
         """How many parts are peeled from the end of unit u; -1 if it cannot be divided so.
 
         They start at `cuts`. With too few parts, each has more than the level.
         """
         if size[u] <= capacity and cost[u] <= level * _LEVEL:
             return 0
-        while True:
+        for most_load in (level, np.inf):  # by the level, or by the capacity alone
             e, parts = size[u], 0
-            while e > capacity or price(0, e) + per_moved * e * parts > level * _LEVEL:
-                s = max(boundary(e, parts, level), round_up(e - capacity))
+            while e > capacity or price(0, e) + per_moved * e * parts > most_load * _LEVEL:
+                s = max(boundary(e, parts, most_load), round_up(e - capacity))
                 s = min(s, most_received // unit * unit, (e - 1) // unit * unit)
                 if s <= 0:
                     return parts
@@ -191,20 +203,38 @@ def share_wave(
                     break
                 cuts[parts] = s
                 parts, e = parts + 1, s
-            if parts >= 0 or level == np.inf:
+            if parts >= 0:
                 return parts
-            level = level * 1.03 if level < 2 * cost[u] else np.inf  # by the capacity alone
+        return -1
 
-    level, best, chosen = cost.sum() / ranks, np.inf, np.empty((4, 0), np.int64)
-    for _ in range(3):
-        count[0] = 0
-        parts_of[:] = 1
-        first[:], used[:], work[:], sent[:], received[:], load[:] = -1, 0, 0.0, 0.0, 0.0, 0.0
-        held[:] = 0.0
-        feasible, taken, num_items = True, 0, 0
+    def best_exchange(p: int, q: int, low: float, high: float) -> tuple[int, int]:
+        """The whole units of ranks p and q (-1: none) whose exchange moves at most `high`, and as
+        much of it as possible, from p to q; (-1, -1) if none moves `low`."""
+        give, get, at, other = -1, -1, first[p], first[q]
+        while at >= 0:
+            if is_whole(at):
+                a = unit_of[at]
+                if low <= value[at] <= high and fits(a, 0, size[a], q):
+                    give, get, low = at, -1, value[at]
+                while other >= 0 and value[at] - value[other] > high:
+                    other = after[other]
+                b = other
+                while b >= 0 and value[at] - value[b] >= low:
+                    if is_whole(b) and can_swap(a, unit_of[b], p, q):
+                        give, get, low = at, b, value[at] - value[b]
+                        break
+                    b = after[b]
+            at = after[at]
+        return give, get
+
+    level, feasible = cost.sum() / ranks, False
+    for attempt in range(_ATTEMPTS):
         # Peel parts from the end of units above the level, each for a rank of its own.
+        count[0], parts_of[:], first[:], used[:] = 0, 1, -1, 0
+        work[:], sent[:], received[:], load[:], held[:] = 0.0, 0.0, 0.0, 0.0, 0.0
+        feasible, taken, num_heads, total = True, 0, 0, cost.sum()
         for u in range(n):
-            parts = split(u, level, ranks - taken)
+            parts = peel(u, level, ranks - taken)
             feasible = feasible and parts >= 0
             if parts <= 0:
                 continue
@@ -212,35 +242,41 @@ def share_wave(
             for k in range(parts):
                 put(add(u, cuts[k], e, k), taken)
                 taken, e = taken + 1, cuts[k]
-            items[num_items] = add(u, 0, e, parts)
-            item_cost[num_items] = price(0, e) + per_moved * e * parts
-            num_items += 1
+            heads[num_heads] = add(u, 0, e, parts)
+            head_cost[num_heads] = price(0, e) + per_moved * e * parts
+            total += head_cost[num_heads] - cost[u]
+            num_heads += 1
+        # Keys cost, so the level rises; with a higher level, fewer of them move.
+        needed = (total + load.sum()) / ranks
         if not feasible:
             level *= 1.05
             continue
-        # What is left and whole units, dearest first, each on the least loaded rank with room.
-        by_cost = np.argsort(-item_cost[:num_items])
+        if attempt < _ATTEMPTS // 2 and abs(needed - level) > level * (_LEVEL - 1):
+            level = needed
+            continue
+        # Place heads and whole units, dearest first, each on the least loaded rank with room.
+        by_cost = np.argsort(-head_cost[:num_heads])
         ready = ranks
         for r in range(ranks):
             heap[r] = r
         for node in range(ranks // 2, -1, -1):
             sink(heap, ready, load, node, True)
-        next_item, u = 0, 0
-        while next_item < num_items or u < n:
+        next_head, u = 0, 0
+        while feasible:
             while u < n and parts_of[u] > 1:
                 u += 1
-            if next_item < num_items and (u >= n or item_cost[by_cost[next_item]] >= cost[u]):
-                at = items[by_cost[next_item]]
-                next_item += 1
+            if next_head < num_heads and (u >= n or head_cost[by_cost[next_head]] >= cost[u]):
+                at = heads[by_cost[next_head]]
+                next_head += 1
             elif u < n:
                 at = add(u, 0, size[u], 0)
                 u += 1
             else:
                 break
-            v, s, e, looked, target = unit_of[at], start[at], end[at], 0, -1
+            v, e, looked, target = unit_of[at], end[at], 0, -1
             while ready > 0:
                 r = heap[0]
-                if fits(v, s, e, r) and not (parts_of[v] > 1 and has_part(v, r)):
+                if fits(v, 0, e, r) and not (parts_of[v] > 1 and has_part(v, r)):
                     target = r
                     break
                 ready -= 1
@@ -250,157 +286,109 @@ def share_wave(
                 looked += 1
             # Divide what fits nowhere, or only where it exceeds the level, over the room of less
             # loaded ranks, from the end: first up to the level, then anywhere.
-            over = target < 0 or (looked > 0 and load[target] + price(s, e) > level * _OVER)
-            if over and s == 0 and parts_of[v] == 2 and later[at] == 1:
-                # Its last part takes fewer slots: the rank of that one takes a longer head.
-                last, p = at - 1, rank_of[at - 1]
-                value = level - per_segment
-                slope = per_token + per_moved
-                x = int(2 * value / (slope + np.sqrt(slope * slope + 4 * per_pair * value)))
-                x = min(x // unit * unit, capacity // unit * unit)
-                for k in range(looked if e < x < end[last] and used[p] == end[last] - e else 0):
-                    r = aside[k]
-                    heavier = load[r] + price(x, end[last]) + per_moved * x
-                    if heavier <= level * _OVER and fits(v, x, end[last], r):
-                        take(last)
-                        end[at], start[last] = x, x
-                        put(at, p)
-                        put(last, r)
-                        s = x
-                        break
+            over = target < 0 or (looked > 0 and load[target] + price(0, e) > level * _OVER)
             for k in range(2 * looked if over else 0):
-                if s == end[at] or (k == looked and target >= 0):
+                if end[at] == 0 or (k == looked and target >= 0):
                     break
-                r, x = aside[k % looked], s
+                r, x = aside[k % looked], 0
                 if has_part(v, r) or count[0] == most:
                     continue
                 if k < looked:
                     if level - load[r] < _WORTH * level:
                         continue
-                    x = max(x, boundary(end[at], later[at], level - load[r]))
+                    x = boundary(end[at], later[at], level - load[r])
                 x = max(x, round_up(end[at] - (capacity - used[r])))
-                if x >= end[at] or (x > s and parts_of[v] >= most_parts):
+                if x >= end[at] or (x > 0 and parts_of[v] >= most_parts):
                     continue
                 if not fits(v, x, end[at], r):
                     continue
-                if x > s:
-                    put(add(v, x, end[at], later[at]), r)
-                    end[at] = x
-                    later[at] += 1
-                    parts_of[v] += 1
+                if x > 0:
+                    cut(at, x, r)
                 else:
                     put(at, r)
-                    s = end[at]
-            if s < end[at] and target >= 0:
+                    target = -2
+                    break
+            if target >= 0:
                 put(at, target)
                 sink(heap, ready, load, 0, True)
-            elif s < end[at]:
-                feasible = False
+            feasible = target != -1
             for k in range(looked):
                 heap[ready] = aside[k]
                 ready += 1
                 rise(heap, ready, load, True)
-            if not feasible:
-                break
-        if not feasible:
-            level *= 1.05
-            continue
-        # Level: from the most to the least loaded rank.
-        slowest = np.inf
-        for _ in range(3):
-            mean = load.sum() / ranks
-            if load.max() <= mean * _LEVEL or load.max() >= slowest:
-                break
-            slowest = load.max()
-            order = np.argsort(-load)
-            heavy, light, steps = 0, ranks - 1, 0
-            while heavy < light and steps < 4 * ranks and count[0] < most:
-                steps += 1
-                p = order[heavy]
-                excess = load[p] - mean
-                if excess <= mean * (_LEVEL - 1):
-                    heavy += 1
-                    continue
-                done = False
-                for look in range(min(_LOOK, light - heavy)):
-                    q = order[light - look]
-                    if mean - load[q] <= mean * (_LEVEL - 1) / 4:
-                        break
-                    # Exchange whole units, of which none may be one, by about what helps both.
-                    high = min(excess, mean - load[q]) + mean * (_LEVEL - 1)
-                    low, give, get, least = high * 0.5, -1, -1, np.inf
-                    at = first[p]
-                    while at >= 0:
-                        a = unit_of[at]
-                        if later[at] == 0 and start[at] == 0:
-                            if low <= cost[a] <= high and fits(a, 0, size[a], q):
-                                gap = high - cost[a]
-                                if gap < least:
-                                    give, get, least = at, -1, gap
-                            other = first[q] if cost[a] > low else -1
-                            while other >= 0:
-                                b = unit_of[other]
-                                change = cost[a] - cost[b]
-                                if (
-                                    low <= change <= high
-                                    and high - change < least
-                                    and later[other] == 0
-                                    and start[other] == 0
-                                    and can_swap(a, b, p, q)
-                                ):
-                                    give, get, least = at, other, high - change
-                                other = after[other]
-                        at = after[at]
-                    if give >= 0:
-                        take(give)
-                        if get >= 0:
-                            take(get)
-                            put(get, p)
-                        put(give, q)
-                        done = True
-                        break
-                for look in range(0 if done else min(_LOOK, light - heavy)):
-                    # Else cut the shortest unit or head that costs more than the amount.
-                    q = order[light - look]
-                    amount = min(excess, mean - load[q])
-                    if amount <= mean * (_LEVEL - 1) / 4:
-                        break
-                    at, divide, shortest = first[p], -1, np.inf
-                    while at >= 0:
-                        v, s, e = unit_of[at], start[at], end[at]
-                        if (
-                            s == 0
-                            and e < shortest
-                            and price(s, e) > amount
-                            and parts_of[v] < most_parts
-                            and not has_part(v, q)
-                        ):
-                            divide, shortest = at, e
-                        at = after[at]
-                    if divide < 0:
-                        continue
-                    v, s, e = unit_of[divide], start[divide], end[divide]
-                    x = max(boundary(e, later[divide], amount), s)
-                    x = max(x, e - (capacity - used[q]) // unit * unit)
-                    if s < x < e and price(x, e) > per_moved * x and fits(v, x, e, q):
-                        cut(divide, x, q)
-                        done = True
-                        break
-                if done and load[q] >= mean * (2 - _LEVEL):
-                    order[light - look] = order[light]
-                    light -= 1
-                if not done:
-                    heavy += 1
-        slowest = load.max()
-        gains = slowest < best / _CLOSE
-        if slowest < best:
-            best = slowest
-            chosen = columns[:4, : count[0]].copy()
-        mean = load.sum() / ranks
-        if slowest <= mean * _CLOSE or not gains:
+        if feasible:
             break
-        level = mean
-    return best, chosen
+        level *= 1.05
+    if not feasible:
+        return np.inf, np.empty((4, 0), np.int64)
+
+    # Level: from the most to the least loaded rank.
+    slowest = np.inf
+    for _ in range(3):
+        mean = load.sum() / ranks
+        near = mean * (_LEVEL - 1)
+        if load.max() <= mean + near or load.max() >= slowest:
+            break
+        slowest = load.max()
+        order = np.argsort(-load)
+        heavy, light, steps = 0, ranks - 1, 0
+        while heavy < light and steps < 4 * ranks and count[0] < most:
+            steps += 1
+            p = order[heavy]
+            excess = load[p] - mean
+            if excess <= near:
+                heavy += 1
+                continue
+            done = False
+            # Exchange whole units, of which none may be one, by about what helps both.
+            for look in range(min(_LOOK, light - heavy)):
+                q = order[light - look]
+                if mean - load[q] <= near / 4:
+                    break
+                high = min(excess, mean - load[q]) + near
+                give, get = best_exchange(p, q, high / 2, high)
+                if give >= 0:
+                    take(give)
+                    if get >= 0:
+                        take(get)
+                        put(get, p)
+                    put(give, q)
+                    done = True
+                    break
+            # Else cut the shortest unit or head that costs more than the amount.
+            for look in range(0 if done else min(_LOOK, light - heavy)):
+                q = order[light - look]
+                amount = min(excess, mean - load[q])
+                if amount <= near / 4:
+                    break
+                at, divide = first[p], -1
+                while at >= 0:
+                    v = unit_of[at]
+                    if (
+                        start[at] == 0
+                        and value[at] > amount
+                        and parts_of[v] < most_parts
+                        and not has_part(v, q)
+                    ):
+                        divide = at
+                        break
+                    at = after[at]
+                if divide < 0:
+                    continue
+                v, e = unit_of[divide], end[divide]
+                x = max(boundary(e, later[divide], amount), e - (capacity - used[q]) // unit * unit)
+                if 0 < x < e and price(x, e) > per_moved * x and fits(v, x, e, q):
+                    take(divide)
+                    cut(divide, x, q)
+                    put(divide, p)
+                    done = True
+                    break
+            if done and load[q] >= mean - near:
+                order[light - look] = order[light]
+                light -= 1
+            if not done:
+                heavy += 1
+    return load.max(), columns[:4, : count[0]].copy()
 
 
 _EVEN = 1.002  # times over the ideal from which nothing is shared
@@ -408,15 +396,17 @@ _WAVES = 6  # waves that share, at most
 _FILLS = (0.6, 0.7, 0.78, 0.85, 0.9, 0.95, 0.98, 0.99)  # of the waves that do not
 _TIGHT = 0.8  # of the slots of a wave that shares: more are hard to divide evenly
 _SHORT = 0.1  # of the work of a wave that shares is that of the shortest units
+_ALIKE = 1.02  # costs over another that are alike
 _UNEVEN = 0.005  # of its dearest unit is about what a wave that does not share waits
 _SCORED, _PLANNED = 16, 2  # candidates
+_THOROUGH = 2048  # units that are exchanged thoroughly after those that ranks share
 _POOR = 1.02  # times over the estimate of others from which these are scored as well
 _MORE = 6  # numbers of waves that are tried where a step has to share
 
 
 class _Candidate(NamedTuple):
-    """The first `units` in `shared` of `waves` waves, which end at `ends`, with the units from
-    `last` on, which take turns.
+    """The first `units` in `shared` of `waves` waves, which end at `ends`. The units from `last` on
+    take turns in those after the `full` ones.
 
     `time` is what it takes at least, with what ranks are likely to wait; `rest` is that of the
     waves that do not share.
@@ -428,6 +418,7 @@ class _Candidate(NamedTuple):
     waves: int
     units: int
     last: int
+    full: int
     ends: list[int]
 
 
@@ -487,9 +478,10 @@ class _Sharing:
         fits = (count <= last) & (used <= per_wave * shared)
         columns = np.stack([shared, waves, count, last])[:, fits].astype(np.int64)
         shared, waves, count, last = np.unique(columns, axis=1)
-        # Full waves with a long unit on every rank, then equally many slots in each.
-        large = offsets_of((self.units.size > self.capacity // 2).astype(np.int64))
-        full = np.minimum(large[count] // ranks, shared - 1)
+        dearest = np.append(self.units.cost, 0.0)
+        # Full waves with one of the dearest units on every rank, then equally many slots in each.
+        alike = 0 if self.must else int((dearest * _ALIKE >= dearest[0]).sum())
+        full = np.minimum(np.minimum(alike, count) // ranks, shared - 1)
         first, rest = slots[ranks * full], waves - shared
         used = slots[count] - first + slots[-1] - slots[last]
         wave = np.arange(shared.max(initial=0) + 1)  # [candidate, wave] below
@@ -498,17 +490,19 @@ class _Sharing:
         ends = np.searchsorted(slots, slots_shared).clip(max=count[:, np.newaxis])
         ends = np.where(wave < full[:, np.newaxis], ranks * wave, ends)
         # Waves that short units make even without dividing others.
-        short = (work[-1] - work[last]) / shared
-        level = (np.diff(work[ends]) + short[:, np.newaxis]) / ranks
-        dearest = np.append(self.units.cost, 0.0)
+        short = (work[-1] - work[last]) / (shared - full)
+        short = short[:, np.newaxis] * (wave[:-1] >= full[:, np.newaxis])
+        level = (np.diff(work[ends]) + short) / ranks
         whole = (wave[:-1] < shared[:, np.newaxis]) & (dearest[ends[:, :-1]] <= level * _LEVEL)
         even = whole.sum(axis=1) * (count < last)
         # Waves with few slots to spare cannot be even, nor can large units of the rest.
-        waits = self.waiting(count, rest)
-        waits += np.where(count < last, _UNEVEN * dearest[count] * rest, 0)
+        end = np.searchsorted(self.rest_slots, self.rest_slots[count] + per_wave)
+        dearest_wave = work[end.clip(max=len(self.units))] - work[count]
+        waits = np.maximum(dearest[count] - dearest_wave / ranks, 0)
+        waits = (waits + _UNEVEN * dearest[count] * rest) * (count < last)
         alone = (self.rest_work[last] - self.rest_work[count]) / ranks + waits
         alone += rest * cost.per_micro_batch
-        time = alone + work[count] / ranks + short * shared / ranks
+        time = alone + (work[count] + work[-1] - work[last]) / ranks
         time += shared * (cost.exchange + cost.per_micro_batch)
         tight = np.maximum(used / (shared - full) / per_wave - _TIGHT, 0)
         time += tight * self.ideal / waves
@@ -522,37 +516,20 @@ class _Sharing:
                 waves=int(waves[k]),
                 units=int(count[k]),
                 last=int(last[k]),
+                full=int(full[k]),
                 ends=ends[k, 1 : shared[k] + 1].tolist(),
             )
 
-    def waiting(self, count: IntArray, waves: IntArray) -> FloatArray:
-        """Lower bounds on what ranks wait in so many waves with the units from `count` on.
-
-        The k waves with the dearest units hold at most their slots, so that they do at most the
-        work of the dearest tokens, and a unit that these slots cannot hold is in another wave.
-        """
-        cost, slots, work = np.append(self.units.cost, 0.0), self.rest_slots, self.rest_work
-        n = len(self.units)
-        if self.recipe.sync_every == "step":
-            waits = np.where(waves > 0, cost[count] - (work[-1] - work[count]) / self.ranks, 0.0)
-            return np.maximum(waits, 0.0)
-        wave = np.arange(min(int(waves.max(initial=0)), 8) + 1)  # [candidate, wave] below
-        ends = slots[count][:, np.newaxis] + wave * (self.capacity * self.ranks)
-        first = np.searchsorted(slots, ends, "right") - 1
-        first[:, -1] = n
-        first = np.where(wave < waves[:, np.newaxis], first, n)
-        done = work[np.minimum(first[:, 1:] + 1, n)] - work[count][:, np.newaxis]
-        waits = np.cumsum(cost[first[:, :-1]], axis=1) - done / self.ranks
-        bounds: FloatArray = waits.max(axis=1, initial=0.0)
-        return bounds
-
     def share(self, candidate: _Candidate) -> tuple[float, list[IntArray]]:
         """(the time of the waves that share, their parts)."""
-        cost, units = self.recipe.cost, self.units
+        cost, units, full = self.recipe.cost, self.units, candidate.full
         time, waves = 0.0, []
         for wave, (first, end) in enumerate(pairwise((0, *candidate.ends))):
-            short = np.arange(candidate.last + wave, len(units), candidate.shared)
-            each = np.append(np.arange(first, end), short)
+            each = np.arange(first, end)
+            if wave >= full:
+                turns = candidate.shared - full
+                short = np.arange(candidate.last + wave - full, len(units), turns)
+                each = np.append(each, short)
             slowest, parts = share_wave(
                 units.size[each],
                 units.cost[each],
@@ -574,19 +551,24 @@ class _Sharing:
             waves.append(parts)
         return time, waves
 
-    def rest(self, candidate: _Candidate, waves: int | None) -> DecidedStep:
+    def rest(
+        self, candidate: _Candidate, waves: int | None, *, thorough: bool = True
+    ) -> DecidedStep:
         """The units that are not in waves that share, in so many waves. Raises if none fit."""
         unit = self.units.of_segment
         chosen = np.flatnonzero((unit >= candidate.units) & (unit < candidate.last))
         if waves == 0 or not len(chosen):
             return _NOTHING
         units = self.original.of_segments(chosen)
-        return self.unshared(self.segments.take(chosen), units, waves)
+        thorough = thorough and len(chosen) <= _THOROUGH
+        return self.unshared(self.segments.take(chosen), units, waves, thorough=thorough)
 
-    def unshared(self, segments: Segments, units: Units, waves: int | None) -> DecidedStep:
+    def unshared(
+        self, segments: Segments, units: Units, waves: int | None, *, thorough: bool = True
+    ) -> DecidedStep:
         """The step of these units without sharing between ranks, in so many waves."""
         if self.prefixes is None:
-            return decide_step(segments, units, self.plain, waves)
+            return decide_step(segments, units, self.plain, waves, thorough=thorough)
         return share_prefixes(segments, units, self.plain, waves, self.prefixes)
 
     def step(self, waves: int, shared: list[IntArray], rest: DecidedStep) -> DecidedStep:
@@ -625,11 +607,13 @@ class _Sharing:
                 scored.append((score, candidate, shared_time, waves))
             least = min(least, score)
         # Plan the others of the best.
-        for score, candidate, shared_time, waves in sorted(scored, key=itemgetter(0))[:_PLANNED]:
+        scored.sort(key=itemgetter(0))
+        for number, (score, candidate, shared_time, waves) in enumerate(scored[:_PLANNED]):
             if score * _CLOSE >= time:
                 break
             try:
-                rest = self.rest(candidate, candidate.waves - candidate.shared)
+                count = candidate.waves - candidate.shared
+                rest = self.rest(candidate, count, thorough=number == 0)
             except PlanError:
                 continue
             total = shared_time + (time_of(rest, self.recipe) if rest.per_rank else 0.0)
@@ -640,7 +624,7 @@ class _Sharing:
     def one_by_one(self) -> DecidedStep:
         """A wave for each unit that no rank holds alone, and the others after them."""
         count, ends = self.must, [*range(1, self.must + 1)]
-        candidate = _Candidate(0.0, 0.0, count, 0, count, len(self.units), ends)
+        candidate = _Candidate(0.0, 0.0, count, 0, count, len(self.units), 0, ends)
         rest = self.rest(candidate, None)
         time, parts = self.share(candidate)
         assert time < np.inf, "ranks together hold a unit alone"

@@ -97,9 +97,12 @@ class DecidedStep:
 
 
 def decide_step(
-    segments: Segments, units: Units, recipe: Recipe, wanted: int | None
+    segments: Segments, units: Units, recipe: Recipe, wanted: int | None, *, thorough: bool = True
 ) -> DecidedStep:
-    """Decide one step. `wanted` fixes the micro-batches per rank; None leaves them open."""
+    """Decide one step. `wanted` fixes the micro-batches per rank; None leaves them open.
+
+    Unless `thorough`, packs are not improved by many exchanges.
+    """
     cut, widths, row = _cut_layout(recipe), None, None
     aligned = rounded_up(segments.length, recipe.topology.alignment)
     if cut is None:
@@ -107,7 +110,7 @@ def decide_step(
     if recipe.balance == "none":
         address, waves = in_order(units, recipe, wanted)
     elif cut is None:
-        address, waves = search_packs(problem, wanted)
+        address, waves = search_packs(problem, wanted, thorough=thorough)
     elif cut.cut == "greedy":
         address, waves, widths = cut_greedy(units, cut, recipe, wanted)
         row = np.argsort(np.argsort(units.widest, kind="stable"))[units.of_segment]
@@ -248,7 +251,9 @@ def packs_are_counted(recipe: Recipe) -> bool:
     return recipe.balance != "none" and _cut_layout(recipe) is None
 
 
-def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
+def search_packs(
+    problem: Problem, wanted: int | None, *, thorough: bool = True
+) -> tuple[IntArray, int]:
     """(address of each unit, waves) with the least modelled time found.
 
     `wanted` waves are used if given. Otherwise the fewest are tried and up to two multiples more;
@@ -274,7 +279,7 @@ def search_packs(problem: Problem, wanted: int | None) -> tuple[IntArray, int]:
         )
     fastest = int(np.argmin([each.time for each in tried]))
     others = range(len(tried)) if search.patient else ()
-    for at in dict.fromkeys((0, fastest, *others)):
+    for at in dict.fromkeys((0, fastest, *others)) if thorough else ():
         least = min((each.time for each in tried[:at]), default=np.inf) * (1 - saving)
         if at == 0 or not problem.is_within(least, tried[at].waves, 1.0):
             tried[at] = search.thorough(tried[at])
