@@ -1,6 +1,6 @@
 """Shared sequences: steps in which several ranks of a wave compute one long sequence together.
 
-    lengths 9 2 2 1 on 3 ranks   ->   0-5 | 5-8 1 | 8-9 2 2      parts of the first on each rank
+    lengths 9 2 2 1 on 3 ranks   ->   7-9 | 4-7 | 0-4 2 2 1      parts of the first on each rank
 
 Where a sequence costs more than a rank's fair share, whole sequences cannot be even. A few waves
 hold the longest ones and divide them; the rest is planned unshared.
@@ -59,12 +59,12 @@ def share_wave(
     """(the load of the slowest rank, the parts) of a wave with these units, dearest first.
 
     Parts are columns: unit, start, end, rank. The load is infinite and there are no parts if units
-    do not fit. The level is what each rank has to do. Lengths 9 2 2 1 on 3 ranks, where a token
-    costs 1 + 2 x those before it (81 4 4 1 in all), so that the level is 30:
+    do not fit. The level is what each rank has to do: of lengths 9 2 2 1 on 3 ranks, if L tokens
+    cost L * L, a third of 90.
 
-    peel     9 -> 8-9 | 6-8 | 0-6      17 or 28, not more than the level; 36 are left
-    place    36 | 28 1 | 17 4 4        the dearest first, on the least loaded rank
-    level    0-5 | 5-8 1 | 8-9 2 2     exchange whole units, or cut what starts at 0
+    peel     4-7 and 7-9 of the first     33 and 32, as near to 30 as tokens allow; 0-4 is left
+    place    7-9 | 4-7 | 0-4 2 2 1        dearest first, on the least loaded rank: 32, 33, 25
+    level    exchange whole units, or cut what starts at 0, while that evens out ranks
     """
     n, limits = size.shape[0], caps.shape[0]
     most = n + 6 * ranks + 8

@@ -41,6 +41,7 @@ from evenstep.planning.units import Problem, Units
 _LARGE = 2  # mean loads from which on a tree is divided before it is packed
 _TRIES = 12_000  # of each round of exchanges, or one per unit if those are more
 _ROUNDS = 6  # at most, with other random numbers; the fastest counts
+_FRESH = 3  # of them begin with the packed pieces; later ones go on from the fastest
 _NEAR = 1.0175  # times the mean of the ranks at which rounds end
 _LOOSE = 0.3  # 128 times the share of a load by which a norm may rise at first
 _ROUNDING = 1 + 1e-12
@@ -324,6 +325,7 @@ def _search(leaves: _Leaves, recipe: Recipe, wanted: int | None) -> DecidedStep 
             )
             if time < least:
                 address, least = found, time
+            start = start if seed + 1 < _FRESH else address
             if least <= goal * _NEAR:
                 break
     pack = address[piece][leaves.unit]
