@@ -24,6 +24,7 @@ from evenstep.core.ragged import (
     Segments,
     divided_up,
     offsets_of,
+    sum_by,
 )
 from evenstep.core.recipe import Recipe
 from evenstep.errors import PlanError
@@ -55,10 +56,10 @@ def share_wave(
     per_pair: float,
     per_segment: float,
     per_moved: float,
-) -> tuple[float, IntArray]:
-    """(the load of the slowest rank, the parts) of a wave with these units, dearest first.
+) -> tuple[FloatArray, IntArray]:
+    """(the load of each rank, the parts) of a wave with these units, dearest first.
 
-    Parts are columns: unit, start, end, rank. The load is infinite and there are no parts if units
+    Parts are columns: unit, start, end, rank. Loads are infinite and there are no parts if units
     do not fit. The level is what each rank has to do: of lengths 9 2 2 1 on 3 ranks, if L tokens
     cost L * L, a third of 90.
 
@@ -320,7 +321,7 @@ def share_wave(
             break
         level *= 1.05
     if not feasible:
-        return np.inf, np.empty((4, 0), np.int64)
+        return np.full(ranks, np.inf), np.empty((4, 0), np.int64)
 
     # Level: from the most to the least loaded rank.
     slowest = np.inf
@@ -388,7 +389,7 @@ def share_wave(
                 light -= 1
             if not done:
                 heavy += 1
-    return load.max(), columns[:4, : count[0]].copy()
+    return load, columns[:4, : count[0]].copy()
 
 
 _EVEN = 1.002  # times over the ideal from which nothing is shared
@@ -530,7 +531,7 @@ class _Sharing:
                 turns = candidate.shared - full
                 short = np.arange(candidate.last + wave - full, len(units), turns)
                 each = np.append(each, short)
-            slowest, parts = share_wave(
+            loads, parts = share_wave(
                 units.size[each],
                 units.cost[each],
                 units.extra[each],
@@ -545,8 +546,11 @@ class _Sharing:
                 cost.per_segment,
                 cost.moved,
             )
+            used = sum_by(parts[3], parts[2] - parts[1], self.ranks).astype(np.int64)
+            padding = self.recipe.layout.widths(used, self.recipe.width_unit) - used
             exchange = cost.exchange if parts[1].any() else 0.0
-            time += slowest + exchange + cost.per_micro_batch
+            time += float((loads + cost.per_token * padding).max()) + exchange
+            time += cost.per_micro_batch
             parts[0] = each[parts[0]]
             waves.append(parts)
         return time, waves
