@@ -496,15 +496,10 @@ class _Sharing:
         level = (np.diff(work[ends]) + short) / ranks
         whole = (wave[:-1] < shared[:, np.newaxis]) & (dearest[ends[:, :-1]] <= level * _LEVEL)
         even = whole.sum(axis=1) * (count < last)
-        # Waves with few slots to spare cannot be even, nor can large units of the rest.
-        end = np.searchsorted(self.rest_slots, self.rest_slots[count] + per_wave)
-        dearest_wave = work[end.clip(max=len(self.units))] - work[count]
-        waits = np.maximum(dearest[count] - dearest_wave / ranks, 0)
-        waits = (waits + _UNEVEN * dearest[count] * rest) * (count < last)
-        alone = (self.rest_work[last] - self.rest_work[count]) / ranks + waits
-        alone += rest * cost.per_micro_batch
+        alone = self.rest_time(count, last, rest)
         time = alone + (work[count] + work[-1] - work[last]) / ranks
         time += shared * (cost.exchange + cost.per_micro_batch)
+        # Waves with few slots to spare cannot be even.
         tight = np.maximum(used / (shared - full) / per_wave - _TIGHT, 0)
         time += tight * self.ideal / waves
         lucky = time - even * cost.exchange / 2  # about half of them do
@@ -520,6 +515,19 @@ class _Sharing:
                 full=int(full[k]),
                 ends=ends[k, 1 : shared[k] + 1].tolist(),
             )
+
+    def rest_time(self, count: IntArray, last: IntArray, waves: IntArray) -> FloatArray:
+        """What so many waves with the units from `count` to `last` take, with what ranks wait.
+
+        A wave with the dearest unit does at most the work of the dearest tokens.
+        """
+        slots, work, cost = self.rest_slots, self.work, np.append(self.units.cost, 0.0)[count]
+        end = np.searchsorted(slots, slots[count] + self.capacity * self.ranks)
+        dearest_wave = work[end.clip(max=len(self.units))] - work[count]
+        waits = np.maximum(cost - dearest_wave / self.ranks, 0) + _UNEVEN * cost * waves
+        mean = (self.rest_work[last] - self.rest_work[count]) / self.ranks
+        time: FloatArray = mean + waits * (count < last) + waves * self.recipe.cost.per_micro_batch
+        return time
 
     def share(self, candidate: _Candidate) -> tuple[float, list[IntArray]]:
         """(the time of the waves that share, their parts)."""
