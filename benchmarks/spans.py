@@ -76,12 +76,12 @@ def rings(plan: Plan) -> float:
 def least_time(setting: Setting, lengths: Any) -> float:
     """A bound below the priced time of any plan that shares, over the ideal plus one exchange.
 
-    Proof. Let a plan take X and one exchange. The k-th part of a sample from its end, from s to e,
-    is sent to k others and receives s tokens, so its work and the price of the larger of k (e - s)
-    and s are at most X. This grows with e and falls with s, so parts begin no earlier than if each
-    cost exactly X so. A rank's price is at least that of what it receives, so X is at least f(X):
-    the ideal and the price of all tokens received so, divided by the ranks. As f falls, an even
-    number of its applications to the ideal stays below X.
+    Proof. Let a plan take X and one exchange, with the parts of a sample on different ranks. The
+    part with k after it, from s to e, is sent to k others and receives s tokens, so its work and
+    the price of the larger of k (e - s) and s are at most X. This grows with e and falls with s, so
+    parts begin no earlier than if each cost exactly X so. A rank's price is at least that of what
+    it receives, so X is at least f(X): the ideal and the price of all tokens received so, divided
+    by the ranks. As f falls, an even number of its applications to the ideal stays below X.
     """
     cost, ranks = PRICED[setting.cost], setting.ranks
     ideal = least = float(cost.of_lengths(lengths).sum()) / ranks

@@ -314,6 +314,21 @@ def test_even_steps_share_nothing() -> None:
     assert plan.stats()["tokens_received"] == 0
 
 
+@pytest.mark.parametrize("sync_every", ["micro_batch", "step"])
+def test_padded_widths_count_in_waves_that_share(sync_every: Any) -> None:
+    for seed in range(10):
+        lengths = np.random.default_rng(seed).lognormal(np.log(32), 0.3, 100).astype(int)
+        shares = Recipe(
+            layout=Packed(max_tokens=256, round_to=8),
+            topology=Topology(dp=16),
+            cost=Cost(per_token=1.0, per_pair=0.01, per_moved=0.0, per_exchange=0.0),
+            sharing=Sharing(),
+            sync_every=sync_every,
+        )
+        alone = make_plan(lengths, replace(shares, sharing=None))
+        assert step_times(make_plan(lengths, shares))[0] <= step_times(alone)[0] * (1 + 1e-9)
+
+
 def test_dear_exchanges_leave_the_step_unshared() -> None:
     lengths = [4000, 300, 200, 100]
     dear = make_plan(lengths, recipe(cost=replace(ATTENTION, per_exchange=1e12)))

@@ -272,6 +272,7 @@ def test_a_weight_of_zero_hides_a_token_of_probability_zero(
     hidden = torch.randn(batch.rows, batch.width, 5, dtype=torch.float64, requires_grad=True)
     label = int(batch.labels[0, 0])
     least = -torch.inf if "label_smoothing" not in options else -1e30  # its mean is -inf else
+    assert bias is not None
     with torch.no_grad():
         bias[label] = least
     batch = replace(batch, loss_weights=batch.loss_weights * (batch.labels != label))

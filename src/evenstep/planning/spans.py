@@ -24,6 +24,7 @@ from evenstep.core.ragged import (
     Segments,
     divided_up,
     offsets_of,
+    sum_by,
 )
 from evenstep.core.recipe import Recipe
 from evenstep.errors import PlanError
@@ -55,10 +56,10 @@ def share_wave(
     per_pair: float,
     per_segment: float,
     per_moved: float,
-) -> tuple[float, IntArray]:
-    """(the load of the slowest rank, the parts) of a wave with these units, dearest first.
+) -> tuple[FloatArray, IntArray]:
+    """(the load of each rank, the parts) of a wave with these units, dearest first.
 
-    Parts are columns: unit, start, end, rank. The load is infinite and there are no parts if units
+    Parts are columns: unit, start, end, rank. Loads are infinite and there are no parts if units
     do not fit. The level is what each rank has to do: of lengths 9 2 2 1 on 3 ranks, if L tokens
     cost L * L, a third of 90.
 
@@ -320,7 +321,7 @@ def share_wave(
             break
         level *= 1.05
     if not feasible:
-        return np.inf, np.empty((4, 0), np.int64)
+        return np.full(ranks, np.inf), np.empty((4, 0), np.int64)
 
     # Level: from the most to the least loaded rank.
     slowest = np.inf
@@ -388,7 +389,7 @@ def share_wave(
                 light -= 1
             if not done:
                 heavy += 1
-    return load.max(), columns[:4, : count[0]].copy()
+    return load, columns[:4, : count[0]].copy()
 
 
 _EVEN = 1.002  # times over the ideal from which nothing is shared
@@ -495,15 +496,10 @@ class _Sharing:
         level = (np.diff(work[ends]) + short) / ranks
         whole = (wave[:-1] < shared[:, np.newaxis]) & (dearest[ends[:, :-1]] <= level * _LEVEL)
         even = whole.sum(axis=1) * (count < last)
-        # Waves with few slots to spare cannot be even, nor can large units of the rest.
-        end = np.searchsorted(self.rest_slots, self.rest_slots[count] + per_wave)
-        dearest_wave = work[end.clip(max=len(self.units))] - work[count]
-        waits = np.maximum(dearest[count] - dearest_wave / ranks, 0)
-        waits = (waits + _UNEVEN * dearest[count] * rest) * (count < last)
-        alone = (self.rest_work[last] - self.rest_work[count]) / ranks + waits
-        alone += rest * cost.per_micro_batch
+        alone = self.rest_time(count, last, rest)
         time = alone + (work[count] + work[-1] - work[last]) / ranks
         time += shared * (cost.exchange + cost.per_micro_batch)
+        # Waves with few slots to spare cannot be even.
         tight = np.maximum(used / (shared - full) / per_wave - _TIGHT, 0)
         time += tight * self.ideal / waves
         lucky = time - even * cost.exchange / 2  # about half of them do
@@ -520,6 +516,19 @@ class _Sharing:
                 ends=ends[k, 1 : shared[k] + 1].tolist(),
             )
 
+    def rest_time(self, count: IntArray, last: IntArray, waves: IntArray) -> FloatArray:
+        """What so many waves with the units from `count` to `last` take, with what ranks wait.
+
+        A wave with the dearest unit does at most the work of the dearest tokens.
+        """
+        slots, work, cost = self.rest_slots, self.work, np.append(self.units.cost, 0.0)[count]
+        end = np.searchsorted(slots, slots[count] + self.capacity * self.ranks)
+        dearest_wave = work[end.clip(max=len(self.units))] - work[count]
+        waits = np.maximum(cost - dearest_wave / self.ranks, 0) + _UNEVEN * cost * waves
+        mean = (self.rest_work[last] - self.rest_work[count]) / self.ranks
+        time: FloatArray = mean + waits * (count < last) + waves * self.recipe.cost.per_micro_batch
+        return time
+
     def share(self, candidate: _Candidate) -> tuple[float, list[IntArray]]:
         """(the time of the waves that share, their parts)."""
         cost, units, full = self.recipe.cost, self.units, candidate.full
@@ -530,7 +539,7 @@ class _Sharing:
                 turns = candidate.shared - full
                 short = np.arange(candidate.last + wave - full, len(units), turns)
                 each = np.append(each, short)
-            slowest, parts = share_wave(
+            loads, parts = share_wave(
                 units.size[each],
                 units.cost[each],
                 units.extra[each],
@@ -545,8 +554,11 @@ class _Sharing:
                 cost.per_segment,
                 cost.moved,
             )
+            used = sum_by(parts[3], parts[2] - parts[1], self.ranks).astype(np.int64)
+            padding = self.recipe.layout.widths(used, self.recipe.width_unit) - used
             exchange = cost.exchange if parts[1].any() else 0.0
-            time += slowest + exchange + cost.per_micro_batch
+            time += float((loads + cost.per_token * padding).max()) + exchange
+            time += cost.per_micro_batch
             parts[0] = each[parts[0]]
             waves.append(parts)
         return time, waves
