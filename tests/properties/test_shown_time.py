@@ -100,8 +100,8 @@ def planned(case: Case) -> tuple[Plan, list[float] | None]:
     def recorded(
         decide: Callable[..., tuple[IntArray, int]], problem_of: Callable[..., Problem | None]
     ) -> Callable[..., tuple[IntArray, int]]:
-        def decided(*given: Any) -> tuple[IntArray, int]:
-            address, waves = decide(*given)
+        def decided(*given: Any, **options: Any) -> tuple[IntArray, int]:
+            address, waves = decide(*given, **options)
             problem = problem_of(*given)
             if problem is not None:
                 times.append(problem.time(problem.works(address, waves)))
