@@ -196,8 +196,8 @@ def main() -> None:
         "one fixed exchange where a plan shares, and a bound that no plan that shares is below "
         "(`least_time`); gain over whole sequences; tokens received over rings of the next power "
         "of two ranks. Constants of the search were tuned on these seeds; the second table has "
-        "others, which no choice has seen. In rings, a sequence has the ranks of its plan, rounded "
-        "up to a power of two; with ranks by cost instead, ratios were up to 1.8 priced. "
+        "others, of which few choices know (how far the rest is searched). In rings, a sequence "
+        "has the ranks of its plan, rounded up to a power of two; with ranks by cost instead, ratios were up to 1.8 priced. "
         "Milliseconds are CPU time. "
         "`python benchmarks/spans.py` makes this page.",
         "",

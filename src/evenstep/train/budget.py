@@ -33,6 +33,10 @@ _CLIMBS = 16  # steps below the limit, each larger than the one before
 _STEPS = 3  # of each size: the later ones find memory in the pieces that the first one leaves
 _CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
+_FRAGMENTS = (
+    f"steps of this budget may run out of memory, because torch reserves memory in pieces that "
+    f"cannot grow. Set {_CONF[0]}={_EXPANDABLE} before the first tensor is on the GPU."
+)
 
 
 class MemoryMeter(Protocol):
@@ -169,12 +173,7 @@ def find_budget(
             before, last = probe.near_limit(total, margin, first)
         limit = probe.limit(total, before, last)
         if isinstance(meter, CudaMemory) and meter.fragments():
-            warnings.warn(
-                f"steps of this budget may run out of memory, because torch reserves memory in "
-                f"pieces that cannot grow. Set {_CONF[0]}={_EXPANDABLE} before the first tensor is "
-                f"on the GPU.",
-                stacklevel=2,
-            )
+            warnings.warn(_FRAGMENTS, stacklevel=2)
     fixed, per_slot = _line(before, last)
     most = min(last[0], int(limit * (1 - margin)))  # has run, and leaves the margin
     return MeasuredBudget(max_tokens=most, fixed=fixed, per_slot=per_slot, total=total)
