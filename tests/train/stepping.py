@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -135,6 +136,13 @@ def unexchanged(rank: int, size: int, samples: Samples) -> dict[str, Ran]:
         early = name.startswith("early")
         model = _wrap(Experts(_uses_early if early else lambda _: "ab"[rank]), wrap, size)
         found[f"{name}, known={known}"] = _run(model, rank, samples, known)
+    two = {"loss": several(("token mean", "sequence mean")), "mode": "deferred"}
+    ways: dict[str, dict[str, Any]] = {"each": {"reduce_every": "micro_batch"}, "separate": two}
+    for name, options in ways.items():
+        for moves in (0, 1):
+            turns = itertools.count(moves * rank)
+            model = _wrap(Experts(lambda _, turns=turns: "ab"[next(turns) % 2]), "fsdp", size)
+            found[f"turns, {name}, moves={moves}"] = _run(model, rank, samples, **options)
     for name in ("frozen", "unfrozen", "exchanged", "ignored"):
         model, wrap = decoder(torch.float64), "ddp" if name == "frozen" else "unused"
         one, other = model.embed.weight, model.head.weight  # of one size
