@@ -691,7 +691,7 @@ class StepRun:
         objectives = self.step_loss.objectives(sums, scales)
         if not all(objectives.values()):
             raise checks.not_trainable(self.parameters)
-        if not runner._inside and (self.step_loss.expected is None or self.ranks.size > 1):
+        if not runner._inside and (self.step_loss.mode == "deferred" or self.ranks.size > 1):
             values = [value for roots in objectives.values() for value, _ in roots]
             checks.check_inside(values, self.framework.leaves())
             runner._inside.append(True)
