@@ -159,6 +159,8 @@ def unexchanged(rank: int, size: int, samples: Samples) -> dict[str, Ran]:
         one.requires_grad_(name != "frozen")
         other.requires_grad_(name != "exchanged")
         found[name] = _run(model, rank, samples)
+        if name in ("unfrozen", "ignored"):  # the runner sums all gradients
+            found[f"{name}, split"] = _run(model, rank, samples, on_memory="split")
     return found
 
 

@@ -91,6 +91,8 @@ def test_gradients_that_ranks_do_not_exchange_are_an_error(ran: list[dict[str, A
         for key, each in cases.items():
             assert errors.get(key, "") in each.error, key
             assert bool(each.error) == (key in errors), f"{key}: {each.error}"
+            if "split" in key:
+                assert distance(each.gradient, exact()) < 1e-12, key
         kept = [each.gradient for key, each in cases.items() if key.startswith("early")]
         assert len(kept) == 3
         assert max(distance(each, kept[0]) for each in kept) < 1e-12
