@@ -122,6 +122,11 @@ def _uses_early(batch: Any) -> str:
     return "ab" if int(batch.seqlens.max()) > 4 else ""
 
 
+def _in_turn(begin: int) -> Callable[[Any], str]:
+    turns = itertools.count(begin)
+    return lambda _: "ab"[next(turns) % 2]
+
+
 def unexchanged(rank: int, size: int, samples: Samples) -> dict[str, Ran]:
     """Models whose framework would not exchange all gradients, or mix those of parameters."""
     found = {}
@@ -140,8 +145,7 @@ def unexchanged(rank: int, size: int, samples: Samples) -> dict[str, Ran]:
     ways: dict[str, dict[str, Any]] = {"each": {"reduce_every": "micro_batch"}, "separate": two}
     for name, options in ways.items():
         for moves in (0, 1):
-            turns = itertools.count(moves * rank)
-            model = _wrap(Experts(lambda _, turns=turns: "ab"[next(turns) % 2]), "fsdp", size)
+            model = _wrap(Experts(_in_turn(moves * rank)), "fsdp", size)
             found[f"turns, {name}, moves={moves}"] = _run(model, rank, samples, **options)
     for name in ("frozen", "unfrozen", "exchanged", "ignored"):
         model, wrap = decoder(torch.float64), "ddp" if name == "frozen" else "unused"
