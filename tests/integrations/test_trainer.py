@@ -401,6 +401,23 @@ class Around(torch.nn.Module):  # type: ignore[misc]
         return self.inner(**inputs)
 
 
+class Own(torch.nn.Module):  # type: ignore[misc]
+    """A model without a configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Embedding(VOCAB, VOCAB)
+
+    def forward(self, input_ids: Any, labels: Any, position_ids: Any) -> Any:
+        return self.head(input_ids)
+
+
+def test_own_modules_are_left_to_their_authors() -> None:
+    batch = next(iter(accelerated()))
+    found = next(iter(accelerated(model=Own())))
+    assert torch.equal(found["input_ids"], batch["input_ids"])
+
+
 def test_a_model_inside_another_module_is_judged_as_itself() -> None:
     batch = next(iter(accelerated()))
     found = next(iter(accelerated(model=Around(tiny_model()))))
