@@ -390,6 +390,45 @@ def test_what_accelerate_cannot_run_is_refused() -> None:
         _ = accelerated().total_batch_size
 
 
+class Around(torch.nn.Module):  # type: ignore[misc]
+    """A module around a model, as engines are."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs)
+
+
+class Own(torch.nn.Module):  # type: ignore[misc]
+    """A model without a configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Embedding(VOCAB, VOCAB)
+
+    def forward(self, input_ids: Any, labels: Any = None, **inputs: Any) -> Any:
+        return self.head(input_ids)
+
+
+def test_own_modules_are_left_to_their_authors() -> None:
+    batch = next(iter(accelerated()))
+    found = next(iter(accelerated(model=Own())))
+    assert torch.equal(found["input_ids"], batch["input_ids"])
+
+
+def test_a_model_inside_another_module_is_judged_as_itself() -> None:
+    batch = next(iter(accelerated()))
+    found = next(iter(accelerated(model=Around(tiny_model()))))
+    assert torch.equal(found["input_ids"], batch["input_ids"])
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(ConfigError, match="Around does not support packed batches: its forward"):
+        accelerated(model=Around(bloom))
+    with pytest.raises(ConfigError, match="labels=True needs the model"):
+        next(iter(accelerated(model=None, collate=HfCollate(model=None))))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_resumes_after_any_step(workers: int) -> None:
     loader = accelerated(num_workers=workers)

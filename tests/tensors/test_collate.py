@@ -319,6 +319,13 @@ def test_arrays_of_any_integers_order_and_bytes_are_accepted(array: Any) -> None
     assert one_batch([{"input_ids": array}]).tokens.tolist() == [[40000, 65535]]
 
 
+def test_extras_of_several_dtypes_are_not_rounded_on_the_way() -> None:
+    collator = Collator(extras={"x": Extra(aligned="sequence", dtype=torch.int64)})
+    samples = [{"input_ids": ids(1), "x": x} for x in (np.float32(2.0), 2**24 + 1)]
+    found: Any = one_batch(samples, collator).extras["x"]
+    assert found.tolist() == [2, 2**24 + 1]
+
+
 @pytest.mark.parametrize("aligned", ["token", "sequence", "ragged"])
 @pytest.mark.parametrize(
     ("value", "dtype"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -121,6 +122,11 @@ def _uses_early(batch: Any) -> str:
     return "ab" if int(batch.seqlens.max()) > 4 else ""
 
 
+def _in_turn(begin: int) -> Callable[[Any], str]:
+    turns = itertools.count(begin)
+    return lambda _: "ab"[next(turns) % 2]
+
+
 def unexchanged(rank: int, size: int, samples: Samples) -> dict[str, Ran]:
     """Models whose framework would not exchange all gradients, or mix those of parameters."""
     found = {}
@@ -135,6 +141,12 @@ def unexchanged(rank: int, size: int, samples: Samples) -> dict[str, Ran]:
         early = name.startswith("early")
         model = _wrap(Experts(_uses_early if early else lambda _: "ab"[rank]), wrap, size)
         found[f"{name}, known={known}"] = _run(model, rank, samples, known)
+    two = {"loss": several(("token mean", "sequence mean")), "mode": "deferred"}
+    ways: dict[str, dict[str, Any]] = {"each": {"reduce_every": "micro_batch"}, "separate": two}
+    for name, options in ways.items():
+        for moves in (0, 1):
+            model = _wrap(Experts(_in_turn(moves * rank)), "fsdp", size)
+            found[f"turns, {name}, moves={moves}"] = _run(model, rank, samples, **options)
     for name in ("frozen", "unfrozen", "exchanged", "ignored"):
         model, wrap = decoder(torch.float64), "ddp" if name == "frozen" else "unused"
         one, other = model.embed.weight, model.head.weight  # of one size
@@ -151,6 +163,8 @@ def unexchanged(rank: int, size: int, samples: Samples) -> dict[str, Ran]:
         one.requires_grad_(name != "frozen")
         other.requires_grad_(name != "exchanged")
         found[name] = _run(model, rank, samples)
+        if name in ("unfrozen", "ignored"):  # the runner sums all gradients
+            found[f"{name}, split"] = _run(model, rank, samples, on_memory="split")
     return found
 
 

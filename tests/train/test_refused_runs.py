@@ -109,6 +109,7 @@ def test_a_loss_of_parameters_outside_of_the_model_is_refused(wrapped: bool) -> 
     for mode in (None, "deferred"):
         with pytest.raises(ConfigError, match=said):
             Runner(**options, mode=mode).run(step)
+    assert Runner(**options, mode="per_micro_batch").run(step).finite  # one rank, and scaled before
     head.requires_grad_(False)
     assert Runner(**options).run(step).finite
 

@@ -75,8 +75,9 @@ def accelerate_loader(
     if model is None and collate is None:
         raise ConfigError("accelerate_loader needs model=model, or a `collate` of your own.")
     collate = HfCollate(model=model) if collate is None else collate
-    if isinstance(collate, HfCollate):
-        check_layout(collate.model, stream.recipe.layout)
+    judged = collate.model if isinstance(collate, HfCollate) else None
+    if judged is not None and any(hasattr(each, "config") for each in judged.modules()):
+        check_layout(judged, stream.recipe.layout)  # others are not models of transformers
     loader = StepLoader(sampler, collate, accelerator, **options)
     accelerator.prepare_data_loader(loader)  # for save_state; the loader stays as it is
     return loader

@@ -108,7 +108,7 @@ class Probe:
         # as they are, so nothing is rounded differently.
         self.exact = 1e-2 if half else 1e-5
         self.close = 6e-2 if half else 1e-3 if self.device.type == "cuda" else 1e-4
-        vocab = core_of(model).get_input_embeddings().weight.shape[0]
+        vocab = _embedding_of(model).weight.shape[0]
         plain = [token for token in self.traits.plain_tokens(62) if token < vocab]
         self.tokens = torch.tensor(plain[1:])
         longest = max(lengths) + 1 if (limit := self.traits.rope_limit) is None else limit.tokens
@@ -231,7 +231,7 @@ class Probe:
             leaves.append(output.detach().requires_grad_())
             return leaves[-1]
 
-        hook = core_of(self.model).get_input_embeddings().register_forward_hook(cut)
+        hook = _embedding_of(self.model).register_forward_hook(cut)
         try:
             with torch.enable_grad():
                 outputs = self.run(hf_kwargs(batch.to(self.device), self.model))
@@ -508,6 +508,13 @@ class _Running:
 
     name: str
     selections: list[int] = field(default_factory=list)
+
+
+def _embedding_of(model: Any) -> Any:
+    """The token embedding of a transformers model, or of one inside a module around it."""
+    core = core_of(model)
+    having = (each for each in core.modules() if hasattr(each, "get_input_embeddings"))
+    return next(having, core).get_input_embeddings()
 
 
 class _RefusedError(Exception):

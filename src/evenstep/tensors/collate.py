@@ -232,6 +232,8 @@ class Columns:
             return spread.view(self.micro.rows, self.micro.width, *extra.shape)
         nothing = torch.empty((0, *extra.shape), dtype=extra.dtype)
         if extra.aligned == "sequence":
+            if len({value.dtype for value in values}) > 1:  # stack would promote, and may round
+                values = [value.to(extra.dtype) for value in values]
             return torch.stack(values).to(extra.dtype) if values else nothing
         counts = np.array([len(value) for value in values], np.int64)
         joined = torch.cat((nothing, *(value.to(extra.dtype) for value in values)))

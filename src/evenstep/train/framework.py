@@ -218,7 +218,11 @@ class DataParallel(Framework):
         super().__init__(model)
         self.ranks = torch.distributed.get_world_size(model.process_group)
         self.owns_gradients = bool(model.gradient_as_bucket_view)
-        self._check_trained()
+
+    def averaged_over(self, collective: Collective) -> int:
+        if self.ranks > 1:
+            self._check_trained()
+        return super().averaged_over(collective)
 
     def _check_trained(self) -> None:
         """Raise if parameters are trained that DDP does not exchange: it knows those that required

@@ -88,6 +88,7 @@ class Gradients:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self._sums: dict[str, list[Tensor | None]] = {}
+        self._noted: int | None = None
 
     def backward(self, objectives: Mapping[str, Sequence[Root]]) -> None:
         """Add the gradient of each objective to its own accumulator; a single one is `.grad`."""
@@ -132,9 +133,27 @@ class Gradients:
         sums = [*self._sums.values()] or [[parameter.grad for parameter in self.parameters]]
         return [gradient for gradients in sums for gradient in gradients if gradient is not None]
 
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Add to `used` which parameters get a gradient inside, whether or not they have one."""
+        got: set[int] = set()
+        handles = [
+            parameter.register_post_accumulate_grad_hook(lambda each: got.add(id(each)))
+            for parameter in self.parameters
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._noted = crc32(bytes(id(each) in got for each in self.parameters), self._noted or 0)
+
     @property
     def used(self) -> int:
-        """A number of 32 bits for the set of parameters that have a gradient."""
+        """A number of 32 bits for the set of parameters that have a gradient; after `noting`, for
+        the sets of those that got one in each."""
+        if self._noted is not None:
+            return self._noted
         sums = [*self._sums.values()] or [[parameter.grad for parameter in self.parameters]]
         return crc32(bytes(gradient is not None for each in sums for gradient in each))
 

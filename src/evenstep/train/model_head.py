@@ -98,7 +98,7 @@ class ModelHead:
         before, formula = answers.get(forward, (None, ""))
         if settings != before:
             formula = _read_off(inner, forward, layer)
-            answers[forward] = before if before == CHANGES else settings, formula
+            answers[forward] = (before if before == CHANGES else settings), formula
         if isinstance(formula, str):
             return formula
         scale, cap = formula

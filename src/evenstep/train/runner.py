@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import starmap
@@ -691,7 +691,7 @@ class StepRun:
         objectives = self.step_loss.objectives(sums, scales)
         if not all(objectives.values()):
             raise checks.not_trainable(self.parameters)
-        if not runner._inside and (self.step_loss.expected is None or self.ranks.size > 1):
+        if not runner._inside and (self.step_loss.mode == "deferred" or self.ranks.size > 1):
             values = [value for roots in objectives.values() for value, _ in roots]
             checks.check_inside(values, self.framework.leaves())
             runner._inside.append(True)
@@ -702,7 +702,10 @@ class StepRun:
                 name: [(value, scale(seed)) for value, seed in roots]
                 for name, roots in objectives.items()
             }
-        self.gradients.backward(objectives)
+        # fully_shard adds up what it exchanges: `.grad` does not tell in which backward.
+        notes = self.each and self.framework.locks_step
+        with self.gradients.noting() if notes else nullcontext():
+            self.gradients.backward(objectives)
         self.bundles.append(self.step_loss.bundle(sums, amounts, scales, metrics))
 
     def _exchange_scales(self, amounts: Mapping[str, Tensor]) -> Mapping[str, float]:
