@@ -277,6 +277,18 @@ def test_a_long_sequence_is_divided_where_ranks_come_out_level() -> None:
     assert by_start[1] > by_start[2]
 
 
+@pytest.mark.parametrize(("ranks", "samples"), [(8, 1), (64, 1), (64, 3), (256, 12)])
+def test_few_samples_are_divided_over_many_ranks(ranks: int, samples: int) -> None:
+    lengths = [4000 * (sample + 1) for sample in range(samples)]
+    cost = Cost.named("llama-3-8b").with_exchange("llama-3-8b")
+    shares = recipe(ranks=ranks, budget=65536, cost=cost)
+    plan = make_plan(lengths, shares)
+    check_naively(plan, lengths)
+    # The last part of a sample receives the keys of almost all of its tokens.
+    even = shares.cost.of_lengths(np.array(lengths)).sum() / ranks + shares.cost.moved * lengths[-1]
+    assert step_times(plan)[0] - shares.cost.exchange < even
+
+
 def test_samples_longer_than_the_budget_are_divided() -> None:
     lengths = [9000, 5000, 700, 30]
     with pytest.raises(PlanError, match="sample 0 has 9000 tokens"):
