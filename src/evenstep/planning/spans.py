@@ -289,7 +289,7 @@ def share_wave(
             level *= 1.05
             continue
         # Place heads and whole units, dearest first, each on the least loaded rank with room.
-        by_cost = np.argsort(-head_cost[:num_heads])
+        by_cost = np.argsort(-head_cost[:num_heads], kind="mergesort")
         ready = ranks
         for r in range(ranks):
             heap[r] = r
@@ -364,7 +364,7 @@ def share_wave(
         if load.max() <= mean + near or load.max() >= slowest:
             break
         slowest = load.max()
-        order = np.argsort(-load)
+        order = np.argsort(-load, kind="mergesort")
         heavy, light, steps = 0, ranks - 1, 0
         while heavy < light and steps < 4 * ranks and count[0] < most:
             steps += 1
