@@ -191,6 +191,20 @@ def test_labels_and_masks_beside_tokens_are_read(tmp_path: Path, name: str) -> N
     assert row.keys() == {"input_ids"}
 
 
+def test_columns_that_say_nothing_change_no_sample(tmp_path: Path) -> None:
+    columns = {
+        "attention_mask": [[1] * len(ids) for ids in IDS],
+        "loss_mask": pa.nulls(2, pa.list_(pa.int64())),
+        "labels": [LABELS[0], None],
+    }
+    pq.write_table(pa.table({"input_ids": IDS, **columns}), tmp_path / "a.parquet")
+    source = ParquetText(tmp_path / "a.parquet", field="input_ids")
+    assert [{*sample} for sample in (source[0], source[1])] == [
+        {"input_ids", "labels"},
+        {"input_ids"},
+    ]
+
+
 def test_labels_and_masks_that_would_be_lost_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["ab", "cd"], "labels": LABELS}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="row 0: the row has 'labels', but only 'text' is read"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -275,6 +278,43 @@ def test_a_long_sequence_is_divided_where_ranks_come_out_level() -> None:
     parts = plan.segments.length[plan.segments.sample == 0]
     by_start = parts[np.argsort(plan.segments.start[plan.segments.sample == 0])]
     assert by_start[1] > by_start[2]
+
+
+@pytest.mark.parametrize(("ranks", "samples"), [(8, 1), (64, 1), (64, 3), (256, 12)])
+def test_few_samples_are_divided_over_many_ranks(ranks: int, samples: int) -> None:
+    lengths = [4000 * (sample + 1) for sample in range(samples)]
+    cost = Cost.named("llama-3-8b").with_exchange("llama-3-8b")
+    shares = recipe(ranks=ranks, budget=65536, cost=cost)
+    plan = make_plan(lengths, shares)
+    check_naively(plan, lengths)
+    # The last part of a sample receives the keys of almost all of its tokens.
+    even = shares.cost.of_lengths(np.array(lengths)).sum() / ranks + shares.cost.moved * lengths[-1]
+    assert step_times(plan)[0] - shares.cost.exchange < even
+
+
+def test_parts_of_equal_loads_are_the_same_without_compilation() -> None:
+    program = (
+        "import numpy as np\n"
+        "from evenstep import Cost, Packed, Recipe, Sharing, Topology, make_plan\n"
+        "cost = Cost(per_token=1.0, per_moved=0.05, per_exchange=0.0)\n"
+        "for seed in range(12):\n"
+        "    lengths = np.random.default_rng(seed).lognormal(2.5, 1.2, 60).astype(int) + 1\n"
+        "    recipe = Recipe(layout=Packed(max_tokens=512), topology=Topology(dp=32), cost=cost,\n"
+        "                    sharing=Sharing())\n"
+        "    print(make_plan(lengths, recipe).fingerprint)\n"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-W", "error", "-c", program],
+            env={**os.environ, "NUMBA_DISABLE_JIT": flag},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for flag in ("0", "1")
+    ]
+    assert len(outputs[0].splitlines()) == 12
+    assert outputs[0] == outputs[1]
 
 
 def test_samples_longer_than_the_budget_are_divided() -> None:

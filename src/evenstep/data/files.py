@@ -595,6 +595,13 @@ class ParquetText(RowSource):
         about = f"parquet {footers.hexdigest()} "
         return digest_of(about, files_digest(self.paths), samples).hex()
 
+    def _decode(self, row: Any) -> Sample:
+        """Without an `attention_mask`, which is 1 for all tokens, and without nulls, which stand in
+        columns that only other rows have."""
+        sample = super()._decode(row)
+        kept = {name for name in sample if sample[name] is not None} - {"attention_mask"}
+        return {name: sample[name] for name in sample if name in kept}
+
     def _columns(self) -> Iterable[ListColumn]:
         name = str(self.field)
 

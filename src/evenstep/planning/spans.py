@@ -35,9 +35,11 @@ from evenstep.planning.units import Units
 
 _LEVEL = 1.0003  # loads over their mean that are level
 _OVER = 1.02  # loads over the level that a part is divided to avoid
+_RAISE = 1.03  # times a load that needs too many parts
 _WORTH = 0.1  # of the level is worth a part
 _LOOK = 64  # ranks that are asked for room
-_ATTEMPTS = 4  # levels that are tried: half of them until the level stays, all until units fit
+_STEPS = 12  # up to a level that ranks can do, and then down to the lowest
+_ATTEMPTS = 4  # levels that are tried until units fit
 _CLOSE = 1.0005  # times over another that are as good
 
 
@@ -93,7 +95,7 @@ def share_wave(
             (per_token - per_moved, level),
             (per_token + per_moved * behind, level + per_moved * behind * e),
         ):
-            root = slope * slope + 4 * per_pair * root_of
+            root = slope * slope + 4 * per_pair * max(root_of, 0.0)
             if root_of > 0 and root > 0 and slope + np.sqrt(root) > 0:
                 latest = max(latest, 2 * root_of / (slope + np.sqrt(root)))
         return int(min(np.round(latest / unit) * unit, float(e)))
@@ -186,27 +188,48 @@ def share_wave(
         parts_of[u] += 1
 
     def peel(u: int, level: float, free: int) -> int:
-        """How many parts are peeled from the end of unit u; -1 if it cannot be divided so.
+        """How many parts are peeled from the end of unit u; -1 if `free` ranks are too few.
 
-        They start at `cuts`. With too few parts, each has more than the level.
+        They start at `cuts`. Where `most_parts` are too few, each has more than the level.
         """
         if size[u] <= capacity and cost[u] <= level * _LEVEL:
             return 0
-        for most_load in (level, np.inf):  # by the level, or by the capacity alone
+        most_load = level
+        while True:
             e, parts = size[u], 0
             while e > capacity or price(0, e) + per_moved * e * parts > most_load * _LEVEL:
                 s = max(boundary(e, parts, most_load), round_up(e - capacity))
                 s = min(s, most_received // unit * unit, (e - 1) // unit * unit)
                 if s <= 0:
                     return parts
-                if parts + 2 > most_parts or parts >= free or e - s > capacity:
+                if parts >= free or parts + 2 > ranks:
+                    return -1
+                if parts + 2 > most_parts or e - s > capacity:
                     parts = -1
                     break
                 cuts[parts] = s
                 parts, e = parts + 1, s
-            if parts >= 0:
+            if parts >= 0 or most_load == np.inf:
                 return parts
-        return -1
+            # More than the level, in as many parts as may be; at last by the capacity alone.
+            most_load = most_load * _RAISE if most_load < 2 * cost[u] else np.inf
+
+    def mean_at(level: float) -> float:
+        """What ranks do on average if units are peeled at this level; infinite if ranks are too
+        few. At a higher level fewer keys move, so it is less."""
+        taken, total = 0, cost.sum()
+        for u in range(n):
+            parts, e = peel(u, level, ranks - taken), size[u]
+            if parts < 0:
+                return np.inf
+            for k in range(parts):
+                s = cuts[k]
+                total += price(s, e) + per_moved * max(float((e - s) * k), float(s))
+                e = s
+            if parts > 0:
+                total += price(0, e) + per_moved * e * parts - cost[u]
+            taken += parts
+        return float(total / ranks)
 
     def best_exchange(p: int, q: int, low: float, high: float) -> tuple[int, int]:
         """The whole units of ranks p and q (-1: none) whose exchange moves at most `high`, and as
@@ -228,12 +251,28 @@ def share_wave(
             at = after[at]
         return give, get
 
-    level, feasible = cost.sum() / ranks, False
-    for attempt in range(_ATTEMPTS):
+    # The lowest level that ranks can do: keys cost, so it is higher than the work without them.
+    low = level = cost.sum() / ranks
+    mean, feasible = mean_at(level), False
+    for step in range(_STEPS):
+        if mean <= level * _LEVEL:
+            break
+        # At last as high as the capacity allows.
+        low, level = level, min(mean, 2 * level) if step + 1 < _STEPS else np.inf
+        mean = mean_at(level)
+    for _ in range(_STEPS if level < np.inf else 0):
+        if level <= low * _LEVEL:
+            break
+        middle = (low + level) / 2
+        if mean_at(middle) > middle:
+            low = middle
+        else:
+            level = middle
+    for _ in range(_ATTEMPTS):
         # Peel parts from the end of units above the level, each for a rank of its own.
         count[0], parts_of[:], first[:], used[:] = 0, 1, -1, 0
         work[:], sent[:], received[:], load[:], held[:] = 0.0, 0.0, 0.0, 0.0, 0.0
-        feasible, taken, num_heads, total = True, 0, 0, cost.sum()
+        feasible, taken, num_heads = True, 0, 0
         for u in range(n):
             parts = peel(u, level, ranks - taken)
             feasible = feasible and parts >= 0
@@ -245,18 +284,12 @@ def share_wave(
                 taken, e = taken + 1, cuts[k]
             heads[num_heads] = add(u, 0, e, parts)
             head_cost[num_heads] = price(0, e) + per_moved * e * parts
-            total += head_cost[num_heads] - cost[u]
             num_heads += 1
-        # Keys cost, so the level rises; with a higher level, fewer of them move.
-        needed = (total + load.sum()) / ranks
         if not feasible:
             level *= 1.05
             continue
-        if attempt < _ATTEMPTS // 2 and abs(needed - level) > level * (_LEVEL - 1):
-            level = needed
-            continue
         # Place heads and whole units, dearest first, each on the least loaded rank with room.
-        by_cost = np.argsort(-head_cost[:num_heads])
+        by_cost = np.argsort(-head_cost[:num_heads], kind="mergesort")
         ready = ranks
         for r in range(ranks):
             heap[r] = r
@@ -331,7 +364,7 @@ def share_wave(
         if load.max() <= mean + near or load.max() >= slowest:
             break
         slowest = load.max()
-        order = np.argsort(-load)
+        order = np.argsort(-load, kind="mergesort")
         heavy, light, steps = 0, ranks - 1, 0
         while heavy < light and steps < 4 * ranks and count[0] < most:
             steps += 1
