@@ -197,8 +197,8 @@ def main() -> None:
         "(`least_time`); gain over whole sequences; tokens received over rings of the next power "
         "of two ranks. Constants of the search were tuned on these seeds; the second table has "
         "others, of which few choices know (how far the rest is searched). In rings, a sequence "
-        "has the ranks of its plan, rounded up to a power of two; with ranks by cost instead, ratios were up to 1.8 priced. "
-        "Milliseconds are CPU time. "
+        "has the ranks of its plan, rounded up to a power of two; with ranks by cost instead, "
+        "ratios were up to 1.8 priced. Milliseconds are CPU time. "
         "`python benchmarks/spans.py` makes this page.",
         "",
         *HEADER,
