@@ -119,8 +119,10 @@ def drawn(seed: int) -> Options:
     }
     if "fsdp" in wrap:
         runner["reduce_every"] = one_of("step", "micro_batch")
-    # Reentrant checkpoints have no gradient if none of their inputs has one.
-    checkpoints = [None, "no_reentrant"] if "embed.weight" in frozen else [None, *CHECKPOINTS]
+    # Reentrant checkpoints have no gradient if none of their inputs has one, and DDP that looks for
+    # unused parameters refuses them.
+    plain = "embed.weight" in frozen or wrap == "unused"
+    checkpoints = [None, "no_reentrant"] if plain else [None, *CHECKPOINTS]
     return Options(
         seed=seed,
         wrap=wrap,
